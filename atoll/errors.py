@@ -1,0 +1,51 @@
+"""The errors that Atoll raises for mistakes at its boundaries.
+
+AtollError
+├── SpecError        a shape, dtype, format or table that an operation cannot take
+├── BackendError     a backend that was asked for by name, or every backend, cannot run here
+├── ConfigError      an engine or command option out of range
+├── RequestError     one request's prompt or sampling parameters
+├── ModelError       a model that is missing, unsupported or damaged
+└── PoolError        the page pool
+    ├── OutOfPagesError    fewer pages are free than were asked for
+    └── PoolCorruptError   a recount disagrees with the books (a bug, found by check())
+
+Every message names the value, the limit and the remedy, in that order.
+`assert` is kept for what only a bug in Atoll can break.
+"""
+
+
+class AtollError(Exception):
+    """Base of every error that Atoll raises on purpose."""
+
+
+class SpecError(AtollError, ValueError):
+    """A shape, dtype, format or table that an operation cannot take."""
+
+
+class BackendError(AtollError, RuntimeError):
+    """No backend, or not the one asked for by name, can run here."""
+
+
+class ConfigError(AtollError, ValueError):
+    """An engine or command option out of range."""
+
+
+class RequestError(AtollError, ValueError):
+    """One request's prompt or sampling parameters; no other request is touched."""
+
+
+class ModelError(AtollError, ValueError):
+    """A model that is missing, unsupported or damaged."""
+
+
+class PoolError(AtollError, RuntimeError):
+    """The page pool refused an operation."""
+
+
+class OutOfPagesError(PoolError):
+    """Fewer pages are free than were asked for; nothing was allocated."""
+
+
+class PoolCorruptError(PoolError):
+    """A recount disagrees with the books: a bug, found by `check()`."""
