@@ -1,0 +1,401 @@
+"""Triton decode attention for any GPU Triton knows: split-KV over paged K/V, reading owned rows only.
+
+One program takes one sequence, one KV head and one split of the sequence's tiles, for all query rows of that head (`query_len * group_size`, padded to a
+power of two of at least 16, the height of a matrix multiply). Tiles that every query row sees in full carry no mask; the few others (the right edge, and
+the left edge of a window) are peeled into a loop of their own. With one split the program writes the result, else `combine` merges the partial states.
+
+Lines that end in `# owned: name` are the promise; tests/ops/test_mutation.py takes each out and sees the ownership tests fail.
+
+Source: online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867); split-KV with a log-sum-exp merge, Flash-Decoding (Dao et al. 2023).
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from atoll.ops.attention.combine import combine
+from atoll.ops.attention.plan import BatchShape, DecodeConfig, DecodePlan
+from atoll.ops.attention.spec import DecodeSpec, PagedKV, is_power_of_two
+from atoll.ops.quant.formats import is_fp8
+
+MASKS_UNOWNED = True
+
+LOG2_E = math.log2(math.e)
+HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+def supports(spec: DecodeSpec, device: torch.device) -> str | None:
+    """Why this backend cannot run `spec` on `device`, or None if it can."""
+    if device.type != "cuda" and not interpreted():
+        return f"device {device} is not a GPU (and TRITON_INTERPRET is not 1)"
+    if spec.kv_format == "fp32":
+        return "kv_format 'fp32' has no tensor-core path"
+    if spec.head_dim not in HEAD_DIMS:
+        return f"head_dim {spec.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    if not is_fp8(spec.kv_format) and spec.q_dtype != {"bf16": torch.bfloat16, "fp16": torch.float16}[spec.kv_format]:
+        return f"q_dtype {spec.q_dtype} differs from kv_format {spec.kv_format!r}"
+    return None
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its CPU interpreter."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
+    """Tuning for one batch shape: a pure function of its arguments."""
+    rows = block_rows(spec)
+    tile = 64 if rows <= 64 else 32
+    num_warps = 4 if rows <= 32 else 8
+    num_stages = 3 if rows <= 64 else 2
+    if spec.batch_invariant:
+        # A fixed share per program: how a sequence is cut depends on its own length alone.
+        tiles_per_split = 1024 // tile
+        num_splits = max(1, -(-_max_tiles(spec, shape, tile) // tiles_per_split))
+        return DecodeConfig(tile, num_splits, tiles_per_split, num_warps, num_stages)
+    programs = max(1, shape.batch * spec.num_kv_heads)
+    num_splits = max(1, min(_max_tiles(spec, shape, tile), (2 * shape.num_sms) // programs, 128))
+    return DecodeConfig(tile, num_splits, 0, num_warps, num_stages)
+
+
+def _max_tiles(spec: DecodeSpec, shape: BatchShape, tile: int) -> int:
+    """Upper bound on the tiles of one sequence; a window may straddle one more tile at either edge."""
+    tokens = shape.max_seq_len
+    if spec.window is not None:
+        tokens = min(tokens, spec.window + spec.query_len - 1 + tile)
+    return max(1, -(-tokens // tile))
+
+
+def block_rows(spec: DecodeSpec) -> int:
+    """Query rows of one KV head, padded to what a matrix multiply takes."""
+    return max(16, triton.next_power_of_2(spec.query_len * spec.group_size))
+
+
+def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    """Launch the split kernel, and the combine kernel where there is more than one split."""
+    spec, cfg = plan.spec, plan.config
+    assert is_power_of_two(cfg.tile)
+    split = cfg.num_splits > 1
+    per_token = spec.kv_format == "fp8_token"
+    k_scale_strides = kv.k_scale.stride() if per_token and kv.k_scale is not None else (0, 0, 0)
+    v_scale_strides = kv.v_scale.stride() if per_token and kv.v_scale is not None else (0, 0, 0)
+    grid = (plan.batch * spec.num_kv_heads, cfg.num_splits)
+    decode_split_kernel[grid](
+        plan.partial_o if split else out,
+        plan.partial_lse if split else lse,
+        q,
+        kv.k,
+        kv.v,
+        kv.k_scale,
+        kv.v_scale,
+        sinks,
+        plan.seq_lens,
+        plan.page_table,
+        spec.scale,
+        spec.soft_cap or 1.0,
+        spec.window or 0,
+        spec.num_kv_heads,
+        spec.query_len,
+        spec.group_size,
+        cfg.tiles_per_split,
+        *q.stride()[:3],
+        *out.stride()[:3],
+        *lse.stride(),
+        *kv.k.stride()[:3],
+        *kv.v.stride()[:3],
+        *k_scale_strides,
+        *v_scale_strides,
+        plan.page_table.stride(0),
+        BLOCK_M=block_rows(spec),
+        D=spec.head_dim,
+        TILE=cfg.tile,
+        S=spec.page_size,
+        NS=cfg.num_splits,
+        FP8=is_fp8(spec.kv_format),
+        PER_TOKEN=per_token,
+        TRANSPOSED_V=spec.v_layout == "transposed",
+        CAUSAL=spec.causal,
+        WINDOW=spec.window is not None,
+        SOFT_CAP=spec.soft_cap is not None,
+        SINKS=spec.sinks,
+        MULTI_QUERY=spec.query_len > 1,
+        MASK_KV=spec.mask_unowned_kv,
+        INTERPRET=interpreted(),
+        num_warps=cfg.num_warps,
+        num_stages=cfg.num_stages,
+    )
+    if split:
+        combine(out, lse, plan, sinks)
+
+
+@triton.jit(do_not_specialize=["window", "num_kv_heads", "query_len", "group_size", "tiles_per_split"])
+def decode_split_kernel(
+    out_ptr,  # [B, QL, HQ, D]; with NS > 1 the partial states [B, HKV, NS, QL * G, D] fp32
+    lse_ptr,  # [B, QL, HQ] fp32, natural; with NS > 1 [B, HKV, NS, QL * G] fp32, base 2
+    q_ptr,  # [B, QL, HQ, D]
+    k_ptr,  # [P, HKV, S, D]
+    v_ptr,  # [P, HKV, S, D] or, TRANSPOSED_V, [P, HKV, D, S]
+    k_scale_ptr,  # FP8: [1], PER_TOKEN: [P, HKV, S]; fp32
+    v_scale_ptr,
+    sinks_ptr,  # [HQ] fp32
+    seq_lens_ptr,  # [B] int32
+    page_table_ptr,  # [B, MP] int32
+    sm_scale,
+    soft_cap,
+    window,
+    num_kv_heads,
+    query_len,
+    group_size,
+    tiles_per_split,
+    stride_q_b,
+    stride_q_t,
+    stride_q_h,
+    stride_out_b,
+    stride_out_t,
+    stride_out_h,
+    stride_lse_b,
+    stride_lse_t,
+    stride_lse_h,
+    stride_k_p,
+    stride_k_h,
+    stride_k_s,
+    stride_v_p,
+    stride_v_h,
+    stride_v_s,  # TRANSPOSED_V: stride of D, tokens are contiguous
+    stride_ks_p,
+    stride_ks_h,
+    stride_ks_s,
+    stride_vs_p,
+    stride_vs_h,
+    stride_vs_s,
+    stride_table_b,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+    S: tl.constexpr,
+    NS: tl.constexpr,
+    FP8: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    TRANSPOSED_V: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    MULTI_QUERY: tl.constexpr,
+    MASK_KV: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    i_b = (tl.program_id(0) // num_kv_heads).to(tl.int64)
+    i_h = (tl.program_id(0) % num_kv_heads).to(tl.int64)
+    i_s = tl.program_id(1)
+    seq_len = tl.load(seq_lens_ptr + i_b)
+
+    # Rows [window_start, seq_len) are owned; tiles that hold one are shared out over the splits.
+    window_start = tl.maximum(seq_len - query_len - window + 1, 0) if WINDOW else 0
+    first_tile = window_start // TILE
+    last_tile = tl.cdiv(seq_len, TILE)
+    per_split = tiles_per_split if tiles_per_split > 0 else tl.cdiv(last_tile - first_tile, NS)
+    tile_lo = first_tile + i_s * per_split
+    tile_hi = tl.minimum(tile_lo + per_split, last_tile)
+    if NS > 1:
+        if tile_lo >= tile_hi:
+            return  # combine counts the splits of a sequence by the same rule and never reads this one
+
+    # Row r of the block is query token r // group_size, head r % group_size of this KV head.
+    o_m = tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, D)
+    o_t = o_m // group_size
+    o_h = i_h * group_size + o_m % group_size
+    m_rows = o_t < query_len
+    position = seq_len - query_len + o_t
+    b_q = tl.load(q_ptr + i_b * stride_q_b + (o_t * stride_q_t + o_h * stride_q_h)[:, None] + o_d[None, :], mask=m_rows[:, None], other=0.0)
+    q_scale = sm_scale
+    if FP8:
+        # fp16 holds e4m3 exactly; a power of two brings each row of q into its range.
+        b_q = b_q.to(tl.float32)
+        exponent = tl.ceil(tl.log2(tl.max(tl.abs(b_q), 1)))
+        row_scale = tl.where(tl.abs(exponent) < 126.0, tl.exp2(exponent), 1.0)
+        b_q = (b_q / row_scale[:, None]).to(tl.float16)
+        q_scale = row_scale * sm_scale
+        if not PER_TOKEN:
+            q_scale = q_scale * tl.load(k_scale_ptr)
+        q_scale = q_scale[:, None]
+
+    # Tiles [full_lo, full_hi) are seen in full by every query row and need no mask.
+    full_lo = tl.cdiv(tl.maximum(seq_len - window, 0), TILE) if WINDOW else 0
+    full_hi = tl.maximum(seq_len - query_len + 1, 0) // TILE if CAUSAL else seq_len // TILE
+    full_lo = tl.minimum(tl.maximum(full_lo, tile_lo), tl.maximum(tile_hi, tile_lo))
+    full_hi = tl.maximum(tl.minimum(full_hi, tile_hi), full_lo)
+
+    k_ptr += i_h * stride_k_h
+    v_ptr += i_h * stride_v_h
+    if PER_TOKEN:
+        k_scale_ptr += i_h * stride_ks_h
+        v_scale_ptr += i_h * stride_vs_h
+    table_ptr = page_table_ptr + i_b * stride_table_b
+    b_acc = tl.zeros([BLOCK_M, D], tl.float32)
+    b_sum = tl.zeros([BLOCK_M], tl.float32)
+    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for i_tile in tl.range(full_lo, full_hi):
+        b_acc, b_sum, b_max = _attend_tile(
+            b_acc, b_sum, b_max, b_q, q_scale, i_tile, position, o_t, seq_len, window_start, window, query_len, soft_cap,
+            k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+            stride_k_p, stride_k_s, stride_v_p, stride_v_s, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
+            False, D, TILE, S, FP8, PER_TOKEN, TRANSPOSED_V, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, INTERPRET,
+        )  # fmt: skip
+    num_left = full_lo - tile_lo
+    num_edge = num_left + tile_hi - full_hi
+    for i in tl.range(0, num_edge, num_stages=1):
+        i_tile = tl.where(i < num_left, tile_lo + i, full_hi + i - num_left)
+        b_acc, b_sum, b_max = _attend_tile(
+            b_acc, b_sum, b_max, b_q, q_scale, i_tile, position, o_t, seq_len, window_start, window, query_len, soft_cap,
+            k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+            stride_k_p, stride_k_s, stride_v_p, stride_v_s, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
+            True, D, TILE, S, FP8, PER_TOKEN, TRANSPOSED_V, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, INTERPRET,
+        )  # fmt: skip
+
+    if NS == 1 and SINKS:
+        # The sink is one more key with value zero; a row that saw no key stays empty.
+        b_sink = tl.load(sinks_ptr + o_h, mask=m_rows, other=0.0) * 1.4426950408889634
+        b_top = tl.maximum(b_max, b_sink)
+        b_decay = tl.exp2(b_max - b_top)
+        b_sum = tl.where(b_sum == 0.0, 0.0, b_sum * b_decay + tl.exp2(b_sink - b_top))
+        b_acc = b_acc * b_decay[:, None]
+        b_max = b_top
+    if FP8 and not PER_TOKEN:
+        b_acc = b_acc * tl.load(v_scale_ptr)
+    empty = b_sum == 0.0
+    b_out = tl.where(empty[:, None], 0.0, b_acc / tl.where(empty, 1.0, b_sum)[:, None])
+    b_lse = tl.where(empty, float("-inf"), b_max + tl.log2(b_sum))
+    if NS > 1:
+        rows = query_len * group_size
+        o_row = (tl.program_id(0).to(tl.int64) * NS + i_s) * rows + o_m
+        tl.store(out_ptr + o_row[:, None] * D + o_d[None, :], b_out, mask=m_rows[:, None])
+        tl.store(lse_ptr + o_row, b_lse, mask=m_rows)
+    else:
+        o_out = i_b * stride_out_b + o_t * stride_out_t + o_h * stride_out_h
+        tl.store(out_ptr + o_out[:, None] + o_d[None, :], b_out.to(out_ptr.dtype.element_ty), mask=m_rows[:, None])
+        tl.store(lse_ptr + i_b * stride_lse_b + o_t * stride_lse_t + o_h * stride_lse_h, b_lse * 0.6931471805599453, mask=m_rows)
+
+
+@triton.jit
+def _attend_tile(
+    b_acc, b_sum, b_max, b_q, q_scale, i_tile, position, o_t, seq_len, window_start, window, query_len, soft_cap,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+    stride_k_p, stride_k_s, stride_v_p, stride_v_s, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
+    EDGE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, S: tl.constexpr, FP8: tl.constexpr, PER_TOKEN: tl.constexpr, TRANSPOSED_V: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, MULTI_QUERY: tl.constexpr, MASK_KV: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """One online-softmax step over tile `i_tile`; `EDGE` tiles hold rows that are unowned or that some query row does not see."""
+    o_d = tl.arange(0, D)
+    o_n = i_tile * TILE + tl.arange(0, TILE)
+    m_owned = (o_n >= window_start) & (o_n < seq_len)  # owned: rows
+
+    # Where the rows lie. A table entry is read only if its page holds an owned row; others may hold anything.
+    if S >= TILE:
+        slot = (i_tile * TILE) % S + tl.arange(0, TILE)
+        page = tl.load(table_ptr + (i_tile * TILE) // S).to(tl.int64)
+    else:
+        slot = tl.arange(0, TILE) % S
+        o_page = i_tile * (TILE // S) + tl.arange(0, TILE) // S
+        if EDGE:
+            m_page = (o_page * S < seq_len) & (o_page * S + S > window_start)  # owned: table
+            page = tl.load(table_ptr + o_page, mask=m_page, other=0).to(tl.int64)
+        else:
+            page = tl.load(table_ptr + o_page).to(tl.int64)
+    o_k = page * stride_k_p + slot * stride_k_s
+    o_v = page * stride_v_p + (slot if TRANSPOSED_V else slot * stride_v_s)
+
+    if EDGE and MASK_KV:
+        b_k = tl.load(k_ptr + o_k[:, None] + o_d[None, :], mask=m_owned[:, None], other=0.0)
+    else:
+        b_k = tl.load(k_ptr + o_k[:, None] + o_d[None, :])
+    if TRANSPOSED_V:
+        # [D, TILE], tokens contiguous within a page
+        o_vt = tl.max_contiguous(o_v[None, :] + (o_d * stride_v_s)[:, None], [1, S if S < TILE else TILE])
+        if EDGE and MASK_KV:
+            b_v = tl.trans(tl.load(v_ptr + o_vt, mask=m_owned[None, :], other=0.0))  # owned: transposed values
+        else:
+            b_v = tl.trans(tl.load(v_ptr + o_vt))
+    else:
+        if EDGE and MASK_KV:
+            b_v = tl.load(v_ptr + o_v[:, None] + o_d[None, :], mask=m_owned[:, None], other=0.0)  # owned: values
+        else:
+            b_v = tl.load(v_ptr + o_v[:, None] + o_d[None, :])
+
+    b_s = _dot(b_q, tl.trans(_widen(b_k, FP8)), INTERPRET) * q_scale
+    if PER_TOKEN:
+        b_s = b_s * tl.load(k_scale_ptr + page * stride_ks_p + slot * stride_ks_s)[None, :]
+    if SOFT_CAP:
+        # cap * tanh(s / cap) by 2 * sigmoid(2x) - 1, which keeps NaN and saturates at both ends
+        b_s = soft_cap * (2.0 / (1.0 + tl.exp2(b_s * (-2.0 * 1.4426950408889634 / soft_cap))) - 1.0)
+    b_s = b_s * 1.4426950408889634
+    m_seen = m_owned[None, :]
+    if EDGE:
+        if CAUSAL:
+            m_seen = m_seen & (o_n[None, :] <= position[:, None])
+        if WINDOW:
+            m_seen = m_seen & (o_n[None, :] > position[:, None] - window)
+        # -inf, not a large finite number: a row that sees nothing must get probability 0, not 1
+        b_s = tl.where(m_seen, b_s, float("-inf"))  # owned: scores
+
+    # tl.max drops NaN, but exp2(NaN - top) does not: a NaN score reaches the sum and the output
+    b_top = tl.maximum(b_max, tl.max(b_s, 1))
+    if EDGE:
+        b_shift = tl.where(b_top == float("-inf"), 0.0, b_top)
+    else:
+        b_shift = b_top
+    b_decay = tl.exp2(b_max - b_shift)
+    b_p = tl.exp2(b_s - b_shift[:, None])
+    b_sum = b_sum * b_decay + tl.sum(b_p, 1)
+    b_acc = b_acc * b_decay[:, None]
+
+    if PER_TOKEN:
+        # P times the scale relative to the tile's largest keeps P within fp16, whatever the scales.
+        o_vs = page * stride_vs_p + slot * stride_vs_s
+        if EDGE and MASK_KV:
+            b_vs = tl.load(v_scale_ptr + o_vs, mask=m_owned, other=0.0)  # owned: value scales
+        else:
+            b_vs = tl.load(v_scale_ptr + o_vs)
+        vs_top = tl.max(b_vs, 0)
+        vs_top = tl.where((vs_top > 0.0) & (vs_top < float("inf")), vs_top, 1.0)
+        b_p = b_p * (b_vs / vs_top)[None, :]
+        if EDGE and MASK_KV:
+            b_p = tl.where(m_seen, b_p, 0.0)  # owned: seen scales
+    b_p = b_p.to(tl.float16 if FP8 else b_v.dtype)
+    b_v = _widen(b_v, FP8)
+    if EDGE and MASK_KV and MULTI_QUERY:
+        # A row that one query token sees may be NaN; another that does not see it must not meet it: 0 * NaN.
+        for i_t in tl.range(0, query_len, num_stages=1):
+            at = seq_len - query_len + i_t
+            m_v = m_owned
+            if CAUSAL:
+                m_v = m_v & (o_n <= at)
+            if WINDOW:
+                m_v = m_v & (o_n > at - window)
+            b_pv = _dot(b_p, tl.where(m_v[:, None], b_v, 0.0), INTERPRET)  # owned: seen values
+            if PER_TOKEN:
+                b_pv = b_pv * vs_top
+            b_acc = tl.where((o_t == i_t)[:, None], b_acc + b_pv, b_acc)
+    elif PER_TOKEN:
+        b_acc += _dot(b_p, b_v, INTERPRET) * vs_top
+    else:
+        b_acc += _dot(b_p, b_v, INTERPRET)
+    return b_acc, b_sum, b_top
+
+
+@triton.jit
+def _widen(x, FP8: tl.constexpr):
+    """e4m3 to fp16, exactly."""
+    return x.to(tl.float16) if FP8 else x
+
+
+@triton.jit
+def _dot(a, b, INTERPRET: tl.constexpr):
+    """a @ b in fp32; Triton's interpreter multiplies bf16 operands wrongly (3.6.0), so there they are widened first."""
+    if INTERPRET:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    else:
+        return tl.dot(a, b)
