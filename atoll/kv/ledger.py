@@ -1,0 +1,156 @@
+"""The books of the pool: the class and reference count of every page; knows no tensor, no layout and no request."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+
+from atoll.errors import ConfigError, OutOfPagesError, PoolCorruptError, PoolError
+
+NULL_PAGE = 0  # named by every padded lane of a page table; never handed out
+MAX_PAGES = 2**31  # page tables are int32
+
+
+class PageClass(StrEnum):
+    """What a page is for, exactly one at a time."""
+
+    NULL = "null"
+    FREE = "free"
+    KV = "kv"  # held by reference count
+
+
+class PageLedger:
+    """Who holds which of `num_pages` pages.
+
+    A new page has one reference; `retain` adds one, `release` takes one away, and the last release frees the page.
+    Every call checks all its arguments first, so a call that raises has changed nothing. Each costs O(1) per page named.
+    The same calls give the same page ids.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ConfigError(f"num_pages {num_pages} is below 2; page 0 is the null page, so give at least one page more")
+        if num_pages > MAX_PAGES:
+            raise ConfigError(f"num_pages {num_pages} is above {MAX_PAGES}, the ids that an int32 page table can name; use a larger page_size")
+        # The class follows from the other two tables; it is kept apart so that check() has two accounts to compare.
+        self._classes: list[PageClass] = [PageClass.NULL] + [PageClass.FREE] * (num_pages - 1)
+        self._ref_counts: list[int] = [0] * num_pages
+        # A stack, next page last. Nothing in a free page is worth keeping, so the page touched last goes out first: its lines are warmest, and a pool larger
+        # than its traffic leaves the rest of its memory alone. (Pages that are worth keeping would want the opposite order, and a queue of their own.)
+        self._free: list[int] = list(range(num_pages - 1, NULL_PAGE, -1))
+
+    @property
+    def num_pages(self) -> int:
+        """All pages, the null page included."""
+        return len(self._classes)
+
+    @property
+    def num_usable(self) -> int:
+        """Pages that can be handed out at all: every one but the null page."""
+        return self.num_pages - 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def page_class(self, page: int) -> PageClass:
+        self._check_id(page)
+        return self._classes[page]
+
+    def ref_count(self, page: int) -> int:
+        """References held on a page: 0 for a free page and for the null page."""
+        self._check_id(page)
+        return self._ref_counts[page]
+
+    def allocate(self, num_pages: int) -> list[int]:
+        """Hand out `num_pages` free pages, each with one reference: all of them, or none.
+
+        Raises OutOfPagesError when fewer are free.
+        """
+        if num_pages < 0:
+            raise PoolError(f"{num_pages} pages were asked for, which is below 0; ask for 0 or more")
+        if num_pages > self.num_free:
+            raise OutOfPagesError(
+                f"{num_pages} pages were asked for, {self.num_free} of {self.num_usable} are free; finish or preempt a sequence, or make a larger pool"
+            )
+        start = self.num_free - num_pages
+        pages = self._free[start:][::-1]
+        del self._free[start:]
+        for page in pages:
+            self._classes[page] = PageClass.KV
+            self._ref_counts[page] = 1
+        return pages
+
+    def retain(self, pages: Sequence[int]) -> None:
+        """Add one reference for each time a page is named.
+
+        Raises PoolError when any of them is free, the null page, or no page at all.
+        """
+        for page in pages:
+            self._check_held(page, "retained")
+        for page in pages:
+            self._ref_counts[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Take away one reference for each time a page is named; a page without references is free.
+
+        Raises PoolError when any of them is free, the null page, no page at all, or named more often than it is held.
+        """
+        for page, times in Counter(pages).items():
+            self._check_held(page, "released")
+            if times > self._ref_counts[page]:
+                raise PoolError(f"page {page} is released {times} times in one call, it has {self._ref_counts[page]} references; release each reference once")
+        # Backwards, so that a run of pages given back goes out again in its own order: neighbours stay neighbours, and one copy can move them.
+        for page in reversed(pages):
+            self._ref_counts[page] -= 1
+            if self._ref_counts[page] == 0:
+                self._classes[page] = PageClass.FREE
+                self._free.append(page)
+
+    def check(self, held: Iterable[int] | None = None) -> None:
+        """Recount everything from scratch.
+
+        `held`, when given, names a page once for every reference that somebody holds; the books must agree, so a page that nobody gave back is found too.
+
+        Raises PoolCorruptError at the first disagreement.
+        """
+        if len(self._ref_counts) != self.num_pages:
+            raise PoolCorruptError(f"there are {len(self._ref_counts)} reference counts for {self.num_pages} pages; a table was resized")
+        on_free = Counter(self._free)
+        for page, times in on_free.items():
+            if not NULL_PAGE < page < self.num_pages:
+                raise PoolCorruptError(f"page {page} is on the free list, which may hold 1 to {self.num_pages - 1}; the null page and foreign ids stay off it")
+            if times > 1:
+                raise PoolCorruptError(f"page {page} is {times} times on the free list, once is the limit; it was freed twice")
+        for page, (page_class, refs) in enumerate(zip(self._classes, self._ref_counts, strict=True)):
+            self._check_page(page, page_class, refs, page in on_free)
+        if held is not None:
+            self._check_held_by(Counter(held))
+
+    def _check_page(self, page: int, page_class: PageClass, refs: int, on_free: bool) -> None:
+        if (page == NULL_PAGE) != (page_class is PageClass.NULL):
+            raise PoolCorruptError(f"page {page} is of class {page_class}; page {NULL_PAGE}, and no other, is the null page")
+        if (refs >= 1) != (page_class is PageClass.KV) or refs < 0:
+            raise PoolCorruptError(f"page {page} is of class {page_class} with {refs} references; kv pages have at least 1, all others 0")
+        if on_free != (page_class is PageClass.FREE):
+            where = "on" if on_free else "off"
+            raise PoolCorruptError(f"page {page} is of class {page_class} and {where} the free list; free pages, and no others, are on it")
+
+    def _check_held_by(self, held: Counter[int]) -> None:
+        for page in held:
+            self._check_id(page)
+        for page, refs in enumerate(self._ref_counts):
+            if refs != held[page]:
+                fault = "a reference was lost without a release" if refs > held[page] else "it was released behind a holder's back"
+                raise PoolCorruptError(f"page {page} has {refs} references, its holders count {held[page]}; {fault}")
+
+    def _check_id(self, page: int) -> None:
+        # Without this, -1 would name the last page.
+        if not 0 <= page < self.num_pages:
+            raise PoolError(f"page {page} is outside 0 to {self.num_pages - 1}; use ids that allocate returned")
+
+    def _check_held(self, page: int, verb: str) -> None:
+        self._check_id(page)
+        if page == NULL_PAGE:
+            raise PoolError(f"page {page} is the null page and cannot be {verb}; only pages that allocate returned can")
+        if self._ref_counts[page] == 0:
+            raise PoolError(f"page {page} is free and cannot be {verb}; it was given back before, or never allocated")
