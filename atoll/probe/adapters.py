@@ -1,0 +1,140 @@
+"""Adapters: how the probe calls a decode kernel, ours or anybody's. An adapter prepares one problem and returns what to run.
+
+An adapter is a function `adapter(problem) -> run`; `run()` returns `(out [B, QL, HQ, D], lse [B, QL, HQ] or None)`, and is called again after
+every fill of the same buffers. It raises BackendError, with the reason, for a problem that its kernel does not take. A `Run`
+also names the workspace and the outputs, so that the probe can poison them; any other callable is fine.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from atoll.errors import BackendError
+from atoll.ops.attention import BACKENDS, DecodeConfig, DecodePlan, PagedKV, decode_attention, plan_decode
+from atoll.probe.cases import DecodeProblem
+
+Result = tuple[torch.Tensor, torch.Tensor | None]
+Adapter = Callable[[DecodeProblem], Callable[[], Result]]
+DecodeFunction = Callable[[torch.Tensor, PagedKV, DecodePlan, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+
+# Shipped adapters besides the backends of atoll.ops.attention.
+ADAPTERS: dict[str, str] = {
+    "leaky_control": "atoll.probe.adapters:leaky_control",
+    "flashinfer_xqa": "atoll.probe.flashinfer:xqa",
+    "flashinfer_tensor_cores": "atoll.probe.flashinfer:tensor_cores",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prepared call, and the buffers that it writes before it reads them."""
+
+    call: Callable[[], Result]
+    workspace: tuple[torch.Tensor, ...] = ()
+    outputs: tuple[torch.Tensor, ...] = ()
+
+    def __call__(self) -> Result:
+        return self.call()
+
+
+@dataclass(frozen=True)
+class BackendAdapter:
+    """One of our backends by name. `decode` replaces the backend's own function and `config` its tuning."""
+
+    backend: str
+    config: DecodeConfig | None = None
+    decode: DecodeFunction | None = None
+
+    def __call__(self, problem: DecodeProblem) -> Run:
+        plan = plan_decode(
+            problem.spec,
+            problem.seq_lens,
+            problem.page_table,
+            device=problem.device,
+            backend=self.backend,
+            max_seq_len=problem.case.max_seq_len,
+            config=self.config,
+        )
+        out = torch.empty_like(problem.q)
+        lse = torch.empty(problem.q.shape[:3], dtype=torch.float32, device=problem.device)
+
+        def call() -> Result:
+            if self.decode is not None:
+                self.decode(problem.q, problem.kv, plan, out, lse, problem.sinks)
+            else:
+                decode_attention(problem.q, problem.kv, plan, out=out, lse=lse, sinks=problem.sinks)
+            return out, lse
+
+        return Run(call, workspace=(plan.partial_o, plan.partial_lse), outputs=(out, lse))
+
+
+def leaky_control(problem: DecodeProblem) -> Run:
+    """The old contract in plain PyTorch: every lane of the table is gathered, scores are masked and values are not. The probe must catch it."""
+    spec, kv, size = problem.spec, problem.kv, problem.spec.page_size
+    out = torch.empty_like(problem.q)
+    lanes = problem.page_table.shape[1]
+    key = torch.arange(lanes * size, device=problem.device)
+
+    def call() -> Result:
+        for i_b, seq_len in enumerate(problem.seq_lens.tolist()):
+            ids = problem.page_table[i_b].long()
+            ids = torch.where((ids >= 0) & (ids < kv.num_pages), ids, 0)
+            k, v = _every_row(kv, ids)  # [lanes * S, HKV, D]
+            seen = torch.zeros(spec.query_len, lanes * size, dtype=torch.bool, device=problem.device)
+            seen[:, :seq_len] = problem.seen(i_b)
+            q = problem.q[i_b].view(spec.query_len, spec.num_kv_heads, spec.group_size, spec.head_dim).float()
+            scores = torch.einsum("thgd,nhd->thgn", q, k) * spec.scale
+            if spec.soft_cap is not None:
+                scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+            weights = torch.exp(scores.masked_fill(~seen[:, None, None, :], -torch.inf) - _top(scores, seen))
+            total = weights.sum(-1, keepdim=True)
+            if problem.sinks is not None:
+                total = total + torch.exp(problem.sinks.view(1, spec.num_kv_heads, spec.group_size, 1) - _top(scores, seen))
+            answer = torch.einsum("thgn,nhd->thgd", weights, v) / total.clamp_min(torch.finfo(torch.float32).tiny)
+            any_key = (key < seq_len).any() & seen.any(-1)
+            out[i_b] = torch.where(any_key[:, None, None, None], answer, 0.0).reshape(out[i_b].shape)
+        return out, None
+
+    return Run(call, outputs=(out,))
+
+
+def _top(scores: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    top = scores.masked_fill(~seen[:, None, None, :], -torch.inf).amax(-1, keepdim=True)
+    return torch.where(top == -torch.inf, 0.0, top)
+
+
+def _every_row(kv: PagedKV, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = []
+    for pages, scale in ((kv.k, kv.k_scale), (kv.v if kv.v_layout == "plain" else kv.v.transpose(2, 3), kv.v_scale)):
+        value = pages.view(torch.uint8)[ids].view(pages.dtype) if pages.dtype.itemsize == 1 else pages[ids]
+        value = value.float()
+        if scale is not None:
+            value = value * (scale[ids].unsqueeze(-1) if kv.kv_format == "fp8_token" else scale)
+        rows.append(value.transpose(1, 2).flatten(0, 1))
+    return rows[0], rows[1]
+
+
+def get_adapter(name: str) -> Adapter:
+    """A backend of ours, a shipped adapter, or `module:function`. Raises BackendError for anything else."""
+    if name in BACKENDS:
+        return BackendAdapter(name)
+    if ":" in name or name in ADAPTERS:
+        return load_adapter(ADAPTERS.get(name, name))
+    raise BackendError(f"adapter {name!r} is unknown; use one of {', '.join([*BACKENDS, *ADAPTERS])}, or module:function")
+
+
+def load_adapter(path: str) -> Adapter:
+    """Import `module:function`. Raises BackendError when there is no such function."""
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise BackendError(f"adapter {path!r} is not of the form module:function; pass for example my_package.kernels:adapter")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise BackendError(f"adapter {path!r} cannot be imported: {error}; is it on PYTHONPATH?") from error
+    adapter = getattr(module, attribute, None)
+    if not callable(adapter):
+        raise BackendError(f"module {module_name} has no function {attribute!r}; check the name")
+    return adapter
