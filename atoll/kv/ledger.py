@@ -18,19 +18,26 @@ class PageClass(StrEnum):
     KV = "kv"  # held by reference count
 
 
+def check_num_pages(num_pages: int) -> None:
+    """Raise ConfigError for a size that no pool can have."""
+    if num_pages < 2:
+        raise ConfigError(f"num_pages {num_pages} is below 2; page 0 is the null page, so give at least one page more")
+    if num_pages > MAX_PAGES:
+        raise ConfigError(f"num_pages {num_pages} is above {MAX_PAGES}, the ids that an int32 page table can name; use a larger page_size")
+
+
 class PageLedger:
     """Who holds which of `num_pages` pages.
 
     A new page has one reference; `retain` adds one, `release` takes one away, and the last release frees the page.
     Every call checks all its arguments first, so a call that raises has changed nothing. Each costs O(1) per page named.
     The same calls give the same page ids.
+
+    Raises ConfigError for a bad `num_pages`.
     """
 
     def __init__(self, num_pages: int) -> None:
-        if num_pages < 2:
-            raise ConfigError(f"num_pages {num_pages} is below 2; page 0 is the null page, so give at least one page more")
-        if num_pages > MAX_PAGES:
-            raise ConfigError(f"num_pages {num_pages} is above {MAX_PAGES}, the ids that an int32 page table can name; use a larger page_size")
+        check_num_pages(num_pages)
         # The class follows from the other two tables; it is kept apart so that check() has two accounts to compare.
         self._classes: list[PageClass] = [PageClass.NULL] + [PageClass.FREE] * (num_pages - 1)
         self._ref_counts: list[int] = [0] * num_pages

@@ -7,7 +7,7 @@ import torch
 
 from atoll.errors import ConfigError, PoolError
 from atoll.kv.layout import PageLayout
-from atoll.kv.ledger import PageLedger
+from atoll.kv.ledger import PageLedger, check_num_pages
 from atoll.ops.attention.spec import PagedKV
 
 Fill = Literal["zero", "nan", "0x7f", "inf", "max", "random"]
@@ -33,9 +33,10 @@ class PagePool:
 
     def __init__(self, layout: PageLayout, num_pages: int, device: torch.device | str, fill: Fill = "zero", *, seed: int = 0) -> None:
         _check_fill(fill)
+        check_num_pages(num_pages)
         self.layout = layout
-        self.ledger = PageLedger(num_pages)
         self.buffer = _make_buffer(layout, num_pages, torch.device(device))  # [P, page_bytes] uint8
+        self.ledger = PageLedger(num_pages)
         if fill == "random":
             _randomize(self.buffer, seed)
         else:
