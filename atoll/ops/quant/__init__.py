@@ -1,0 +1,1 @@
+"""KV formats: which bytes hold a row, and the arithmetic between rows and bytes."""

@@ -1,0 +1,1 @@
+"""The tests: house rules (tree), small parts (unit), operations, models and the engine."""
