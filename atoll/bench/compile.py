@@ -1,0 +1,80 @@
+"""Compiles the kernels that a benchmark will launch, in parallel processes, into Triton's cache on disk.
+
+Each worker launches every variant once on a batch of empty sequences: compilation follows the spec, the tuning and the strides, never the lengths.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
+
+from atoll.bench.shapes import DecodeShape
+from atoll.bench.workload import page_layout
+from atoll.ops.attention import BatchShape, DecodeConfig, choose_backend, decode_attention, plan_decode
+
+MAX_JOBS = 16
+_POOL_PAGES = 2
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel to build: a shape, its flag and its tuning."""
+
+    shape: DecodeShape
+    mask_unowned_kv: bool
+    config: DecodeConfig
+    backend: str = "triton"
+
+    def key(self) -> tuple[object, ...]:
+        """Equal for variants that share their compiled kernels."""
+        lanes = self.shape.lanes
+        return self.shape.spec(mask_unowned_kv=self.mask_unowned_kv), self.config, lanes == 1, lanes % 16 == 0
+
+
+def default_config(shape: DecodeShape, device: torch.device, backend: str, *, mask_unowned_kv: bool = True) -> DecodeConfig:
+    """What the backend itself chooses for a shape."""
+    spec = shape.spec(mask_unowned_kv=mask_unowned_kv)
+    _, module, _ = choose_backend(spec, device, backend)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return module.config(spec, BatchShape(shape.batch, shape.ctx, num_sms))
+
+
+def compile_variants(variants: Iterable[Variant], *, jobs: int | None = None) -> dict[Variant, str]:
+    """Build all variants on the current GPU; returns those that do not fit the device, with the reason."""
+    unique = list({variant.key(): variant for variant in variants}.values())
+    jobs = min(jobs or MAX_JOBS, os.cpu_count() or 1, len(unique))
+    if jobs <= 1:
+        reasons = [_build(variant) for variant in unique]
+    else:
+        # spawn: a forked process cannot use the parent's CUDA context
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            reasons = list(pool.map(_build, unique))
+    return {variant: reason for variant, reason in zip(unique, reasons, strict=True) if reason is not None}
+
+
+def _build(variant: Variant) -> str | None:
+    shape, spec = variant.shape, variant.shape.spec(mask_unowned_kv=variant.mask_unowned_kv)
+    device = torch.device("cuda")
+    layout = page_layout(shape)
+    scales = [torch.ones(1, device=device)] * 2 if shape.kv_format == "fp8_tensor" else [None, None]
+    kv = layout.layer_kv(torch.zeros(_POOL_PAGES, layout.page_bytes, dtype=torch.uint8, device=device), 0, *scales)
+    # One sequence will do: the batch is in the grid and the workspace's size only.
+    table = torch.zeros(1, shape.lanes, dtype=torch.int32)
+    plan = plan_decode(spec, [0], table, device=device, backend=variant.backend, max_seq_len=shape.ctx, config=variant.config)
+    q = torch.zeros(1, spec.query_len, spec.num_q_heads, spec.head_dim, dtype=spec.q_dtype, device=device)
+    try:
+        decode_attention(q, kv, plan)
+        torch.cuda.synchronize(device)
+    except (OutOfResources, CompilationError) as error:
+        return str(error)
+    except RuntimeError as error:
+        # How a pass that gives up on a tuning shows itself; anything else is a fault to see.
+        if "PassManager" not in str(error):
+            raise
+        return str(error)
+    return None

@@ -1,0 +1,194 @@
+"""`bench decode`: each case is checked, then masked, unmasked and others' kernels are timed interleaved in one run."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from atoll.bench.compile import Variant, compile_variants, default_config
+from atoll.bench.gate import MAX_REL_ERROR, leaks, relative_error
+from atoll.bench.peers import decode_problem
+from atoll.bench.rows import DecodeRow
+from atoll.bench.shapes import DecodeShape, ShapeSet, select_shapes
+from atoll.bench.timing import ROUNDS, Call, Timing, estimate_us, l2_bytes, measure_read_gbps, repeat_calls, time_interleaved
+from atoll.bench.workload import BenchPool, Workload
+from atoll.errors import BackendError, ConfigError
+from atoll.ops.attention import DecodeConfig, choose_backend, decode_attention, plan_decode
+from atoll.ops.attention.costs import decode_costs
+from atoll.probe.cases import DecodeProblem
+
+L2State = Literal["warm", "cold"]
+Adapter = Callable[[DecodeProblem], Callable[[], tuple[torch.Tensor, torch.Tensor | None]]]
+
+# A kernel's rate counts for the roof only where its rows cannot have come from a cache.
+_FAR_ABOVE_L2_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class DecodeBenchOptions:
+    """What to measure and how long."""
+
+    shapes: ShapeSet = "quick"
+    name_filter: str = ""  # substring of case names
+    limit: int | None = None  # cases
+    backend: str = "auto"
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)  # module:function -> the function
+    l2: tuple[L2State, ...] = ("warm",)
+    unmasked: bool = True
+    noise: bool = True  # time the masked variant a second time
+    rounds: int = ROUNDS
+    jobs: int | None = None  # processes that compile
+    budget_s: float | None = None  # no case is begun after this
+    seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cuda"))
+
+
+@dataclass
+class DecodeReport:
+    """All rows of a run, and what could not be measured."""
+
+    rows: list[DecodeRow] = field(default_factory=list)
+    read_gbps: float | None = None  # of a plain reduction
+    gate_failures: list[str] = field(default_factory=list)
+    num_left_out: int = 0  # cases that the time budget left out
+
+    @property
+    def roof_gbps(self) -> float | None:
+        """The best rate that anything reached in this run: a plain reduction, or a kernel whose rows are too many for a cache."""
+        kernels = [row.gbps for row in self.rows if row.gbps is not None and row.l2 is not None and row.bytes > _FAR_ABOVE_L2_BYTES]
+        known = [rate for rate in (self.read_gbps, *kernels) if rate is not None]
+        return max(known, default=None)
+
+
+def run_decode(options: DecodeBenchOptions, on_case: Callable[[list[DecodeRow]], None] = lambda rows: None) -> DecodeReport:
+    """Measure every chosen case; `on_case` gets a case's rows as soon as they are there (their roof not yet set).
+
+    An interrupt ends the run early and keeps what was measured. Raises ConfigError when no case matches, BackendError when the backend refuses one.
+    """
+    chosen = select_shapes(options.shapes, name_filter=options.name_filter, limit=options.limit)
+    if not chosen:
+        raise ConfigError(f"no case of --shapes {options.shapes} contains {options.name_filter!r}; names look like 35b-tp1/bf16/p16/q1/16x1024")
+    begin = time.monotonic()
+    report = DecodeReport(read_gbps=measure_read_gbps(options.device))
+    # Cases of one page layout together: each new layout refills the pool.
+    chosen.sort(key=lambda shape: (shape.heads.name, shape.kv_format, shape.page_size))
+    _compile(chosen, options)
+    pool = BenchPool(chosen, options.device, l2_bytes=l2_bytes(options.device) if "cold" in options.l2 else 0, seed=options.seed)
+    try:
+        for i, shape in enumerate(chosen):
+            if options.budget_s is not None and time.monotonic() - begin > options.budget_s:
+                report.num_left_out = len(chosen) - i
+                break
+            rows = _CaseRun(shape, options, pool, report).measure()
+            report.rows += rows
+            on_case(rows)
+    except KeyboardInterrupt:
+        report.num_left_out = len(chosen) - i
+    for row in report.rows:
+        row.roof_gbps = report.roof_gbps
+    return report
+
+
+def config_name(config: DecodeConfig) -> str:
+    """Short, for tables: tile, splits, warps, stages."""
+    return f"t{config.tile}.ns{config.num_splits}.w{config.num_warps}.s{config.num_stages}"
+
+
+def _flags(options: DecodeBenchOptions) -> tuple[bool, ...]:
+    return (True, False) if options.unmasked else (True,)
+
+
+def _compile(shapes: list[DecodeShape], options: DecodeBenchOptions) -> None:
+    if options.device.type != "cuda":
+        return
+    variants = []
+    for shape in shapes:
+        name, _, _ = choose_backend(shape.spec(), options.device, options.backend)
+        for flag in _flags(options):
+            config = default_config(shape, options.device, name, mask_unowned_kv=flag)
+            variants.append(Variant(shape, flag, config, name))
+    refused = compile_variants(variants, jobs=options.jobs)
+    for variant, reason in refused.items():
+        raise BackendError(f"{variant.backend} with {variant.config} does not fit the device for {variant.shape.name}: {reason}; change its tuning")
+
+
+class _CaseRun:
+    """One case from gate to rows."""
+
+    def __init__(self, shape: DecodeShape, options: DecodeBenchOptions, pool: BenchPool, report: DecodeReport) -> None:
+        self.shape, self.options, self.pool, self.report = shape, options, pool, report
+        self.device = options.device
+
+    def measure(self) -> list[DecodeRow]:
+        on_gpu = self.device.type == "cuda"
+        return [row for l2 in (self.options.l2 if on_gpu else (None,)) for row in self._measure(l2)]
+
+    def _measure(self, l2: L2State | None) -> list[DecodeRow]:
+        work = self.pool.workload(self.shape, cold=l2 == "cold")
+        rows: dict[str, DecodeRow] = {}
+        calls: dict[str, list[Call]] = {}
+        for key, row, own_calls in [*self._own(work, l2), *self._adapters(work, l2)]:
+            rows[key] = row
+            if row.note is None:
+                calls[key] = own_calls
+        if calls:
+            for key, timing in self._time(calls).items():
+                rows[key].time_us, rows[key].spread = timing.median_us, timing.spread
+        return list(rows.values())
+
+    def _time(self, calls: dict[str, list[Call]]) -> dict[str, Timing]:
+        graph_calls = {key: repeat_calls(own, estimate_us(own[0], self.device)) for key, own in calls.items()}
+        return time_interleaved(graph_calls, self.device, rounds=self.options.rounds)
+
+    def _own(self, work: Workload, l2: L2State | None) -> list[tuple[str, DecodeRow, list[Call]]]:
+        found = []
+        for flag in _flags(self.options):
+            spec = self.shape.spec(mask_unowned_kv=flag)
+            plan = plan_decode(spec, work.lengths, work.tables[0], backend=self.options.backend, max_seq_len=self.shape.ctx)
+            calls = work.calls(plan)
+            row = self._row(work, plan.backend, flag, l2)
+            row.config = config_name(plan.config)
+            out, _ = decode_attention(work.q, work.kv, plan)
+            self._gate(row, work, out)
+            if flag and row.note is None and leaks(work, plan):
+                self._fail(row, "an unowned row reached the output")
+            found.append((f"own{int(flag)}", row, calls))
+            if flag and self.options.noise:
+                again = self._row(work, plan.backend, flag, l2)
+                again.repeat, again.config, again.rel_error, again.note = 1, row.config, row.rel_error, row.note
+                found.append(("again", again, calls))
+        return found
+
+    def _adapters(self, work: Workload, l2: L2State | None) -> list[tuple[str, DecodeRow, list[Call]]]:
+        """Others' kernels plan once per table, often with large workspaces, so only warm runs have them."""
+        if l2 == "cold" or not self.options.adapters:
+            return []
+        problem = decode_problem(work)
+        found: list[tuple[str, DecodeRow, list[Call]]] = []
+        for name, adapter in self.options.adapters.items():
+            row = self._row(work, name, None, l2)
+            try:
+                call = adapter(problem)
+                self._gate(row, work, call()[0].view_as(work.q), ours=False)
+                found.append((name, row, [call]))
+            except BackendError as error:
+                row.note = str(error)
+                found.append((name, row, []))
+        return found
+
+    def _row(self, work: Workload, backend: str, flag: bool | None, l2: L2State | None) -> DecodeRow:
+        costs = decode_costs(self.shape.spec(), work.lengths)
+        return DecodeRow(self.shape.name, self.shape.batch, self.shape.ctx, backend, flag, 0, l2, costs.bytes, costs.flops)
+
+    def _gate(self, row: DecodeRow, work: Workload, out: torch.Tensor, *, ours: bool = True) -> None:
+        """Others may trade accuracy for speed (fp8 Q and P: 3 %): their error is told, not judged, unless it is no answer at all."""
+        row.rel_error = relative_error(work, out)
+        limit = MAX_REL_ERROR if ours else 0.1
+        if not row.rel_error <= limit:
+            self._fail(row, f"error {row.rel_error:.3g} against the reference is above {limit}")
+
+    def _fail(self, row: DecodeRow, reason: str) -> None:
+        row.note = reason
+        self.report.gate_failures.append(f"{row.case} {row.backend} mask_unowned_kv={row.mask_unowned_kv}: {reason}")

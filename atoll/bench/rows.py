@@ -1,0 +1,81 @@
+"""Rows of results as JSON lines: what was measured, on what, with which versions. What was not measured is null."""
+
+import json
+import platform
+import subprocess
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import triton
+
+from atoll.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where a row was measured."""
+
+    device: str
+    commit: str | None
+    torch: str
+    triton: str
+
+
+@dataclass
+class DecodeRow:
+    """One variant of one decode case. `roof_gbps` is the best read rate seen in the whole run, so it is set when the run ends."""
+
+    case: str
+    batch: int
+    ctx: int  # tokens
+    backend: str  # a backend's name, or an adapter's module:function
+    mask_unowned_kv: bool | None  # None: an adapter does as it does
+    repeat: int  # 1: the same variant measured a second time, which shows the noise
+    l2: str | None  # warm, cold; None on a CPU
+    bytes: int
+    flops: int
+    time_us: float | None = None
+    spread: float | None = None  # (longest - shortest) / median of the rounds
+    rel_error: float | None = None  # against the fp32 reference
+    roof_gbps: float | None = None  # 10^9 bytes/s
+    config: str | None = None  # the plan's tuning
+    note: str | None = None  # why a time is missing
+
+    @property
+    def gbps(self) -> float | None:
+        return self.bytes / self.time_us / 1e3 if self.time_us else None
+
+
+def environment(device: torch.device, commit: str | None = None) -> Environment:
+    """Of this process. `commit` defaults to the checkout's, with "-dirty" where files differ from it; None outside a checkout."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
+    return Environment(name, commit or _git_commit(), torch.__version__, triton.__version__)
+
+
+def write_rows(path: Path, rows: Iterable[DecodeRow], env: Environment) -> None:
+    """Append rows to a JSONL file, each with its environment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(asdict(row) | asdict(env)) + "\n" for row in rows)
+
+
+def check_writable(path: Path) -> None:
+    """Raise ConfigError now rather than after a long run."""
+    if path.is_dir():
+        raise ConfigError(f"--out {path} is a folder; name a .jsonl file")
+
+
+def _git_commit() -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

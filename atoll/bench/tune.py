@@ -1,0 +1,116 @@
+"""`bench decode --tune`: which tuning each case would like best, next to what the backend chooses by itself.
+
+Two passes over all cases, each after one parallel build: first tile, warps and stages at the default number of splits, then the number of splits of the
+best few. A full product would compile ten times as much for little.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from atoll.bench.compile import Variant, compile_variants, default_config
+from atoll.bench.decode import DecodeBenchOptions, config_name
+from atoll.bench.rows import DecodeRow
+from atoll.bench.shapes import DecodeShape, select_shapes
+from atoll.bench.timing import Call, estimate_us, repeat_calls, time_interleaved
+from atoll.bench.workload import BenchPool
+from atoll.errors import ConfigError
+from atoll.ops.attention import DecodeConfig, choose_backend, plan_decode
+from atoll.ops.attention.costs import decode_costs
+
+TILES = (32, 64, 128)
+WARPS = (4, 8)
+STAGES = (2, 3, 4)
+# Programs in units of the device's multiprocessors.
+WAVES = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+SCREEN_ROUNDS = 3
+BEST_KEPT = 2
+
+
+@dataclass
+class Tuned:
+    """One case's outcome."""
+
+    shape: DecodeShape
+    default: DecodeConfig
+    times_us: dict[DecodeConfig, float] = field(default_factory=dict)
+
+    @property
+    def best(self) -> DecodeConfig:
+        return min(self.times_us, key=self.times_us.__getitem__)
+
+    def line(self, top: int = 3) -> str:
+        ranked = sorted(self.times_us.items(), key=lambda item: item[1])[:top]
+        base = self.times_us[self.default]
+        tried = "  ".join(f"{config_name(config)} {time:.2f} ({time / base - 1:+.1%})" for config, time in ranked)
+        return f"{self.shape.name:<36} default {config_name(self.default)} {base:.2f} us | best {tried}"
+
+    def rows(self, backend: str, seed: int) -> Iterator[DecodeRow]:
+        costs = decode_costs(self.shape.spec(), self.shape.lengths(seed))
+        for config, time_us in self.times_us.items():
+            row = DecodeRow(self.shape.name, self.shape.batch, self.shape.ctx, backend, True, 0, "warm", costs.bytes, costs.flops)
+            row.time_us, row.config = time_us, config_name(config)
+            yield row
+
+
+def run_tune(options: DecodeBenchOptions, on_case: Callable[[Tuned], None] = lambda tuned: None) -> list[Tuned]:
+    """Sweep the tuning of every chosen case, masked, warm L2. Raises ConfigError without a GPU or when no case matches."""
+    if options.device.type != "cuda":
+        raise ConfigError(f"--tune on {options.device} has no kernel to tune; run it on a GPU")
+    shapes = select_shapes(options.shapes, name_filter=options.name_filter, limit=options.limit)
+    if not shapes:
+        raise ConfigError(f"no case of --shapes {options.shapes} contains {options.name_filter!r}; names look like 35b-tp1/bf16/p16/q1/16x1024")
+    backend, _, _ = choose_backend(shapes[0].spec(), options.device, options.backend)
+    all_tuned = [Tuned(shape, default_config(shape, options.device, backend)) for shape in shapes]
+    pool = BenchPool(shapes, options.device, seed=options.seed)
+    _measure(all_tuned, lambda tuned: _kernel_candidates(tuned.default), pool, backend, options, SCREEN_ROUNDS)
+    _measure(all_tuned, lambda tuned: _split_candidates(tuned, options.device), pool, backend, options, options.rounds, on_case)
+    return all_tuned
+
+
+def _measure(
+    all_tuned: list[Tuned],
+    candidates: Callable[[Tuned], list[DecodeConfig]],
+    pool: BenchPool,
+    backend: str,
+    options: DecodeBenchOptions,
+    rounds: int,
+    on_case: Callable[[Tuned], None] = lambda tuned: None,
+) -> None:
+    """Build every candidate, leave out those that do not fit the device, and time the rest of each case interleaved. Times replace earlier ones."""
+    wanted = {tuned.shape: candidates(tuned) for tuned in all_tuned}
+    variants = {shape: [Variant(shape, True, config, backend) for config in configs] for shape, configs in wanted.items()}
+    refused = {v.key() for v in compile_variants([v for vs in variants.values() for v in vs], jobs=options.jobs)}
+    for tuned in all_tuned:
+        work = pool.workload(tuned.shape)
+        calls: dict[str, list[Call]] = {}
+        by_name: dict[str, DecodeConfig] = {}
+        for variant in variants[tuned.shape]:
+            if variant.key() in refused:
+                continue
+            plan = plan_decode(tuned.shape.spec(), work.lengths, work.tables[0], backend=backend, max_seq_len=tuned.shape.ctx, config=variant.config)
+            own = work.calls(plan)
+            by_name[config_name(variant.config)] = variant.config
+            calls[config_name(variant.config)] = repeat_calls(own, estimate_us(own[0], options.device))
+        timings = time_interleaved(calls, options.device, rounds=rounds)
+        tuned.times_us |= {by_name[name]: timing.median_us for name, timing in timings.items()}
+        on_case(tuned)
+
+
+def _kernel_candidates(default: DecodeConfig) -> list[DecodeConfig]:
+    """Tile, warps and stages. A stage holds a tile of K and of V, so long tiles come with few stages."""
+    found = [replace(default, tile=t, num_warps=w, num_stages=s) for t in TILES for w in WARPS for s in STAGES if t * s <= 256]
+    return list(dict.fromkeys([default, *found]))
+
+
+def _split_candidates(tuned: Tuned, device: torch.device) -> list[DecodeConfig]:
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    programs = tuned.shape.batch * tuned.shape.heads.num_kv_heads
+    found = [tuned.default]
+    for config in sorted(tuned.times_us, key=tuned.times_us.__getitem__)[:BEST_KEPT]:
+        max_splits = math.ceil(tuned.shape.ctx / config.tile)
+        counts = {1, config.num_splits, *(int(wave * num_sms / programs) for wave in WAVES)}
+        found += [replace(config, num_splits=n) for n in sorted(counts) if 1 <= n <= max_splits]
+    return list(dict.fromkeys(found))
