@@ -1,0 +1,92 @@
+"""Engine configuration: frozen dataclasses, every field with its unit and default; knows no tensor and no model."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from atoll.errors import ConfigError
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_FORMAT_OPTIONS = ("auto", "fp32", "bf16", "fp16", "fp8_tensor", "fp8_token")  # "auto" and atoll.ops.quant.formats.KV_FORMATS, without its torch
+KV_FILLS = ("zero", "nan", "0x7f", "inf", "max", "random")  # atoll.kv.FILLS, without its torch
+MAX_PAGE_SIZE = 1024  # tokens; as in atoll.ops.attention.spec
+PREFILL_GRID = 64  # tokens; the chunk of the gated delta rule, so that one grid fits every layer
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What a user may choose. "auto" and None are settled when the model and the device are known (atoll.engine.build)."""
+
+    device: str = "auto"  # auto: cuda where torch sees a GPU, else cpu; "cuda:1" names one
+    dtype: str = "auto"  # of weights and activations; auto: float32 on cpu, bfloat16 on cuda
+    page_size: int = 16  # tokens
+    kv_format: str = "auto"  # auto: bf16
+    num_pages: int | None = None  # pages, the null page included; None: from kv_memory_bytes
+    kv_memory_bytes: int | None = None  # bytes; None: as many as max_num_seqs full sequences need, within a share of the device's memory
+    max_model_len: int | None = None  # tokens of one sequence, prompt and output; None: the model's limit, or the pool's where that is lower
+    max_num_seqs: int = 64  # sequences in one step
+    max_num_batched_tokens: int = 2048  # tokens in one step
+    kv_fill: str = "zero"  # the pool's bytes at start; nan and random show whether anything reads a row that no sequence owns
+    attention_backend: str = "auto"  # auto: the first of atoll.ops.attention.plan.BACKENDS that takes the spec
+    cuda_graphs: bool = True  # replay steps that only decode; no effect on cpu
+    seed: int = 0  # for requests without a seed of their own
+
+    def __post_init__(self) -> None:
+        _check_choice("device", self.device.partition(":")[0], DEVICES)
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("kv_format", self.kv_format, KV_FORMAT_OPTIONS)
+        _check_choice("kv_fill", self.kv_fill, KV_FILLS)
+        _check_page_size(self.page_size)
+        for name, low in (("num_pages", 2), ("kv_memory_bytes", 1), ("max_model_len", 2), ("max_num_seqs", 1), ("max_num_batched_tokens", 1)):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigError(f"{name} {value} is below {low}; give {low} or more{'' if name.startswith('max_num') else ', or None to choose it'}")
+        if self.num_pages is not None and self.kv_memory_bytes is not None:
+            raise ConfigError(f"num_pages {self.num_pages} and kv_memory_bytes {self.kv_memory_bytes} are both given; give one of them")
+        _check_step_budget(self.max_num_batched_tokens, self.max_num_seqs, PREFILL_GRID)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What the scheduler must know, all of it settled."""
+
+    page_size: int  # tokens
+    max_model_len: int  # tokens of one sequence, prompt and output; the pool holds at least one such sequence
+    max_num_seqs: int = 64  # sequences in one step
+    max_num_batched_tokens: int = 2048  # tokens in one step
+    prefill_grid: int = PREFILL_GRID  # tokens; a chunk ends on a multiple of it, unless it ends the sequence
+
+    def __post_init__(self) -> None:
+        _check_step_budget(self.max_num_batched_tokens, self.max_num_seqs, self.prefill_grid)
+
+
+def make_engine_config(options: dict[str, Any]) -> EngineConfig:
+    """An EngineConfig from keyword options. Raises ConfigError for an unknown name."""
+    known = [field.name for field in fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"option {name!r} is unknown; use one of {', '.join(known)}")
+    return EngineConfig(**options)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} {value!r} is unknown; use one of {', '.join(choices)}")
+
+
+def _check_page_size(page_size: int) -> None:
+    if not 1 <= page_size <= MAX_PAGE_SIZE:
+        raise ConfigError(f"page_size {page_size} is outside 1 to {MAX_PAGE_SIZE}; use a power of two in that range, such as 16")
+    if page_size & (page_size - 1):
+        below = 1 << (page_size.bit_length() - 1)
+        raise ConfigError(f"page_size {page_size} is not a power of two; use {below} or {2 * below}")
+
+
+def _check_step_budget(max_num_batched_tokens: int, max_num_seqs: int, prefill_grid: int) -> None:
+    """A full set of decoding sequences must leave room for one chunk of a prompt, or that prompt would starve."""
+    need = max_num_seqs - 1 + prefill_grid
+    if max_num_batched_tokens < need:
+        raise ConfigError(
+            f"max_num_batched_tokens {max_num_batched_tokens} is below {need} (max_num_seqs {max_num_seqs} - 1 decoding, "
+            f"and one prefill chunk of {prefill_grid}); raise it to {need} or lower max_num_seqs"
+        )

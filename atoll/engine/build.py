@@ -1,0 +1,92 @@
+"""Makes an engine of a loaded model and a configuration: settles every "auto", sizes the pool, wires the parts; runs nothing."""
+
+import os
+
+import torch
+
+from atoll.config import EngineConfig, SchedulerConfig
+from atoll.engine.engine import Engine
+from atoll.engine.runner import Runner, RunnerConfig
+from atoll.engine.text import Tokenizer
+from atoll.errors import ConfigError
+from atoll.kv.layout import PageLayout
+from atoll.kv.pool import PagePool, num_pages_for_bytes
+from atoll.models.base import Model
+from atoll.models.model_config import ModelConfig
+from atoll.ops.attention import DecodeSpec
+
+CPU_POOL_BYTES = 2 * 2**30  # at most; and a quarter of the machine's memory
+GPU_POOL_SHARE = 0.85  # of what is free once the weights are loaded: the rest is for activations, logits and graphs
+
+
+def choose_device(name: str) -> torch.device:
+    """Raises ConfigError for a GPU that torch does not see."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= num_gpus:
+            raise ConfigError(f"device {name!r} was asked for, torch {torch.__version__} sees {num_gpus} GPUs; use device='cpu', or install a CUDA build of torch")
+        device = torch.device("cuda", device.index or 0)
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """float32 on a CPU, which computes no faster in 16 bits; bfloat16 on a GPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def make_engine(model: Model, shape: ModelConfig, tokenizer: Tokenizer, config: EngineConfig) -> Engine:
+    """Raises ConfigError for sizes that do not fit, SpecError or BackendError for a model that no attention backend takes."""
+    kv_format = "bf16" if config.kv_format == "auto" else config.kv_format
+    spec = DecodeSpec(
+        shape.num_q_heads, shape.num_kv_heads, shape.head_dim, config.page_size, q_dtype=model.dtype, kv_format=kv_format, window=shape.window
+    )
+    layout = PageLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.page_size, kv_format)
+    num_pages = choose_num_pages(config, layout, shape.max_position, model.device)
+    sizes = SchedulerConfig(
+        page_size=config.page_size,
+        max_model_len=choose_max_model_len(config, shape.max_position, num_pages),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    pool = PagePool(layout, num_pages, model.device, config.kv_fill)
+    runner_config = RunnerConfig(sizes.max_model_len, sizes.max_num_seqs, config.attention_backend, config.cuda_graphs)
+    return Engine(Runner(model, spec, pool, runner_config), pool, tokenizer, sizes, vocab_size=shape.vocab_size, seed=config.seed)
+
+
+def choose_num_pages(config: EngineConfig, layout: PageLayout, max_position: int, device: torch.device) -> int:
+    """Pages of the pool, the null page included: as asked for, else what max_num_seqs full sequences need, within the memory budget."""
+    if config.num_pages is not None:
+        return config.num_pages
+    if config.kv_memory_bytes is not None:
+        return num_pages_for_bytes(layout, config.kv_memory_bytes)
+    longest = config.max_model_len or max_position
+    useful = 1 + config.max_num_seqs * -(-longest // config.page_size)
+    return min(useful, num_pages_for_bytes(layout, _memory_budget_bytes(device)))
+
+
+def choose_max_model_len(config: EngineConfig, max_position: int, num_pages: int) -> int:
+    """Tokens of the longest sequence. A given length that the model or the pool cannot hold is an error; left open, it is the lower of the two."""
+    capacity = (num_pages - 1) * config.page_size
+    if config.max_model_len is None:
+        return min(max_position, capacity)
+    if config.max_model_len > max_position:
+        raise ConfigError(f"max_model_len {config.max_model_len} is above the model's {max_position} positions; use {max_position} or less")
+    if config.max_model_len > capacity:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is above the {capacity} tokens that a pool of {num_pages} pages holds; "
+            f"use {capacity} or less, or raise num_pages or kv_memory_bytes"
+        )
+    return config.max_model_len
+
+
+def _memory_budget_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return int(free_bytes * GPU_POOL_SHARE)
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(CPU_POOL_BYTES, machine_bytes // 4)

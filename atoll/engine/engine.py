@@ -1,0 +1,161 @@
+"""Drives requests to their end: schedule, run, sample, commit, detokenize; knows no weights and how no prompt was spelled."""
+
+import logging
+from dataclasses import dataclass
+
+from atoll.config import SchedulerConfig
+from atoll.engine.output import FinishReason, RequestOutput, StreamPiece, TokenLogprobs
+from atoll.engine.request import Request
+from atoll.engine.runner import Runner
+from atoll.engine.sampler import SampledToken, request_seed
+from atoll.engine.sampling import SamplingParams
+from atoll.engine.scheduler import Scheduler
+from atoll.engine.text import TextStream, Tokenizer
+from atoll.errors import RequestError
+from atoll.kv.pool import PagePool
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Generation:
+    """A request and what its caller sees of it."""
+
+    request: Request
+    prompt: str | None
+    index: int
+    text: TextStream
+    logprobs: list[TokenLogprobs]
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+class Engine:
+    """Requests in, pieces of text out. Whatever ends a request (its own stop, an error, an abort, an exception in the caller), its pages come back."""
+
+    def __init__(self, runner: Runner, pool: PagePool, tokenizer: Tokenizer, config: SchedulerConfig, *, vocab_size: int, seed: int = 0) -> None:
+        self.runner = runner
+        self.pool = pool
+        self.tokenizer = tokenizer
+        self.scheduler = Scheduler(config, pool.ledger)
+        self.vocab_size = vocab_size
+        self.num_steps = 0
+        self._seed = seed
+        self._next_id = 0
+        self._generations: dict[int, _Generation] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def check(self, token_ids: list[int], params: SamplingParams) -> None:
+        """Raise RequestError for a prompt that this engine cannot take."""
+        limit = self.scheduler.config.max_model_len
+        if not token_ids:
+            raise RequestError("the prompt has 0 tokens, 1 is the least; give some text")
+        if len(token_ids) >= limit:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, at most {limit - 1} leave room for one more within max_model_len {limit}; shorten it, or raise max_model_len"
+            )
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
+                raise RequestError(f"token id {token_id!r} is outside the vocabulary's 0 to {self.vocab_size - 1}; use ids of this model's tokenizer")
+        for token_id in params.stop_token_ids:
+            if token_id >= self.vocab_size:
+                raise RequestError(f"stop token id {token_id} is outside the vocabulary's 0 to {self.vocab_size - 1}; use ids of this model's tokenizer")
+
+    def add(self, token_ids: list[int], params: SamplingParams, *, prompt: str | None = None, index: int = 0) -> int:
+        """Queue a request; returns its id. Output that would pass max_model_len is cut there, with finish_reason "length"."""
+        self.check(token_ids, params)
+        request_id = self._next_id
+        self._next_id += 1
+        eos = () if params.ignore_eos else self.tokenizer.eos_token_ids
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(token_ids),
+            params=params,
+            seed=params.seed if params.seed is not None else request_seed(self._seed, request_id),
+            max_tokens=min(params.max_tokens, self.scheduler.config.max_model_len - len(token_ids)),
+            stop_token_ids=frozenset(eos) | frozenset(params.stop_token_ids),
+        )
+        self._generations[request_id] = _Generation(request, prompt, index, TextStream(self.tokenizer.detokenizer(), params.stop), [])
+        self.scheduler.add(request)
+        return request_id
+
+    def step(self) -> list[StreamPiece]:
+        """Run one step; what it added, one piece for each request that has a new token."""
+        if not self.has_work:
+            return []
+        step = self.scheduler.schedule()
+        tokens = self.runner.execute(step)
+        self.scheduler.commit(step, {row.request_id: self._generations[row.request_id].request for row in step.rows})
+        self.num_steps += 1
+        pieces = [self._advance(self._generations[request_id], token) for request_id, token in tokens.items()]
+        self._check_idle()
+        return pieces
+
+    def abort(self, request_id: int) -> RequestOutput | None:
+        """End a request now; its output so far, or None when it has already ended."""
+        generation = self._generations.get(request_id)
+        if generation is None:
+            return None
+        output = self._finish(generation, "abort").output
+        self._check_idle()
+        return output
+
+    def abort_all(self) -> None:
+        """End every request."""
+        for request_id in list(self._generations):
+            self.abort(request_id)
+
+    def _advance(self, generation: _Generation, token: SampledToken) -> StreamPiece:
+        """Take a request's new token."""
+        request = generation.request
+        if token.token_id is None:
+            generation.error = (
+                f"the logits after {request.num_tokens} tokens hold NaN or Inf, so no token can be chosen; "
+                "try dtype float32 or another kv_format, and check the model's weights"
+            )
+            log.error("request %d: %s", request.request_id, generation.error)
+            return self._finish(generation, "error")
+        counts = not request.below_min_tokens
+        request.output_token_ids.append(token.token_id)
+        if token.logprobs is not None:
+            generation.logprobs.append(token.logprobs)
+        new = [token.token_id]
+        if counts and token.token_id in request.stop_token_ids:
+            generation.stop_reason = token.token_id
+            return self._finish(generation, "stop", new)
+        generation.text.push(token.token_id, may_stop=counts)
+        if generation.text.stopped_by is not None:
+            return self._finish(generation, "stop", new)
+        if len(request.output_token_ids) >= request.max_tokens:
+            return self._finish(generation, "length", new)
+        return StreamPiece(request.request_id, generation.index, generation.text.take(), new)
+
+    def _finish(self, generation: _Generation, reason: FinishReason, new: list[int] | None = None) -> StreamPiece:
+        request = generation.request
+        self.scheduler.finish(request)
+        del self._generations[request.request_id]
+        piece = generation.text.finish(may_stop=reason != "abort")
+        if generation.text.stopped_by is not None:
+            generation.stop_reason = generation.text.stopped_by
+            reason = "stop"
+        output = RequestOutput(
+            request_id=request.request_id,
+            prompt=generation.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            text=generation.text.text,
+            token_ids=request.output_token_ids,
+            finish_reason=reason,
+            stop_reason=generation.stop_reason,
+            error=generation.error,
+            logprobs=generation.logprobs if request.params.logprobs is not None else None,
+            num_preemptions=request.num_preemptions,
+        )
+        return StreamPiece(request.request_id, generation.index, piece, new or [], output)
+
+    def _check_idle(self) -> None:
+        if not self.has_work:
+            # No request is left, so no page may be held: a recount finds one that was lost.
+            self.pool.check(held=())

@@ -1,0 +1,113 @@
+"""The offline interface: prompts or messages in, outputs in the same order, or pieces of them as they come."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+from atoll.config import make_engine_config
+from atoll.engine.build import choose_device, choose_dtype, make_engine
+from atoll.engine.engine import Engine
+from atoll.engine.output import RequestOutput, StreamPiece
+from atoll.engine.sampling import SamplingParams
+from atoll.errors import RequestError
+from atoll.models import LoadedModel, load_model
+
+Prompt = str | list[int]
+Message = dict[str, str]
+
+
+class LLM:
+    """A model, its pool and an engine, in this process.
+
+    ::
+
+        llm = LLM("smollm2")
+        [output] = llm.generate("The capital of France is", SamplingParams(temperature=0))
+        print(output.text)
+
+    `options` are the fields of atoll.config.EngineConfig. A bad prompt raises RequestError before any of the call's prompts is started; what goes wrong
+    with one request later is told in its own output (finish_reason "error"), and the others go on. However a call ends, KeyboardInterrupt included, its
+    requests are gone and every page is free again.
+
+    Raises ConfigError for a bad option, ModelError for a model that is missing or unsupported.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        config = make_engine_config(options)
+        device = choose_device(config.device)
+        loaded = load_model(model, device=device, dtype=choose_dtype(config.dtype, device))
+        self.engine: Engine = make_engine(loaded.model, loaded.config, loaded.tokenizer, config)
+
+    @classmethod
+    def from_loaded(cls, loaded: LoadedModel, **options: Any) -> Self:
+        """An LLM around a model that is loaded already, on that model's device and in its dtype."""
+        llm = cls.__new__(cls)
+        llm.engine = make_engine(loaded.model, loaded.config, loaded.tokenizer, make_engine_config(options))
+        return llm
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[RequestOutput]:
+        """Complete each prompt; outputs in the order of the prompts.
+
+        A prompt is text or a list of token ids; `params` is one for all, or one per prompt; None: the defaults of SamplingParams.
+        """
+        outputs = {piece.index: piece.output for piece in self.generate_stream(prompts, params) if piece.output is not None}
+        return [outputs[index] for index in sorted(outputs)]
+
+    def chat(self, messages: list[Message] | list[list[Message]], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[RequestOutput]:
+        """Answer each conversation, a list of {"role": ..., "content": ...}, through the model's chat template."""
+        return self.generate(self.chat_prompts(messages), params)
+
+    def chat_prompts(self, messages: list[Message] | list[list[Message]]) -> list[list[int]]:
+        """The token ids of each conversation; a prompt for generate_stream."""
+        conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        return [self.engine.tokenizer.apply_chat_template(conversation) for conversation in conversations]
+
+    def generate_stream(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> Iterator[StreamPiece]:
+        """As generate, piece by piece: a prompt's pieces, joined, are its output's text. Closing the iterator aborts what is left."""
+        work = self._tokenize(prompts, params)
+        # Checked here and not in the generator, so that a mistake is raised by the call itself.
+        for token_ids, _, one_params in work:
+            self.engine.check(token_ids, one_params)
+        return self._stream(work)
+
+    def _stream(self, work: list[tuple[list[int], str | None, SamplingParams]]) -> Iterator[StreamPiece]:
+        if self.engine.has_work:
+            raise RequestError("this LLM is still generating for an earlier call; use up or close that iterator first")
+        try:
+            for index, (token_ids, prompt, params) in enumerate(work):
+                self.engine.add(token_ids, params, prompt=prompt, index=index)
+            while self.engine.has_work:
+                yield from self.engine.step()
+        finally:
+            self.engine.abort_all()
+
+    def _tokenize(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[tuple[list[int], str | None, SamplingParams]]:
+        many = _prompt_list(prompts)
+        every = [params or SamplingParams()] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(every) != len(many):
+            raise RequestError(f"{len(every)} sampling params for {len(many)} prompts; give one for all, or one per prompt")
+        work: list[tuple[list[int], str | None, SamplingParams]] = []
+        for prompt, one_params in zip(many, every, strict=True):
+            text = prompt if isinstance(prompt, str) else None
+            work.append((self._encode(text) if text is not None else list(prompt), text, one_params))  # type: ignore[arg-type]
+        return work
+
+    def _encode(self, text: str) -> list[int]:
+        """An empty prompt is a beginning-of-sequence token, where the model has one."""
+        bos = self.engine.tokenizer.bos_token_id
+        token_ids = self.engine.tokenizer.encode(text)
+        return [bos] if not token_ids and bos is not None else token_ids
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several; a flat list of ints is one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    many = list(prompts)
+    if many and all(isinstance(entry, int) for entry in many):
+        return [many]  # type: ignore[list-item]
+    for entry in many:
+        if not isinstance(entry, (str, list)):
+            raise RequestError(f"prompt {entry!r} is a {type(entry).__name__}; give text or a list of token ids")
+    return many  # type: ignore[return-value]

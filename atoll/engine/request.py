@@ -1,0 +1,45 @@
+"""One request while it lives: its tokens, its pages, how far it has been computed; knows no text."""
+
+from dataclasses import dataclass, field
+
+from atoll.engine.sampling import SamplingParams
+from atoll.engine.step import SampleTask
+
+
+@dataclass(eq=False)
+class Request:
+    """Prompt and output are one sequence of tokens; a preemption only sets `num_computed` back to 0."""
+
+    request_id: int  # also the order of arrival
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int  # params.max_tokens, cut to what the model and the pool can hold
+    stop_token_ids: frozenset[int] = frozenset()  # end-of-sequence tokens included, unless ignored
+    output_token_ids: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0  # tokens whose keys and values lie in `pages`
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    @property
+    def below_min_tokens(self) -> bool:
+        return len(self.output_token_ids) < self.params.min_tokens
+
+    def tokens(self, start: int, count: int) -> list[int]:
+        """The tokens at positions `start` to `start + count`."""
+        past_prompt = start - len(self.prompt_token_ids)
+        if past_prompt >= 0:
+            return self.output_token_ids[past_prompt : past_prompt + count]
+        return (self.prompt_token_ids[start : start + count] + self.output_token_ids[: max(0, past_prompt + count)])[:count]
+
+    def sample_task(self) -> SampleTask:
+        suppressed = tuple(sorted(self.stop_token_ids)) if self.below_min_tokens else ()
+        return SampleTask(self.params, self.seed, len(self.output_token_ids), suppressed)

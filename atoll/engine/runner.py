@@ -1,0 +1,136 @@
+"""Runs steps on one device: batch, forward pass, sampling; replays decode steps as CUDA graphs; knows no request's life and no text."""
+
+from dataclasses import dataclass
+
+import torch
+
+from atoll.engine.attend import PagedAttend
+from atoll.engine.batch import Batch, BatchBuilder
+from atoll.engine.sampler import SampledToken, sample
+from atoll.engine.step import Step
+from atoll.kv.pool import PagePool
+from atoll.models.base import Model
+from atoll.ops.attention import DecodePlan, DecodeSpec, plan_decode
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    """Sizes that hold for the runner's life."""
+
+    max_model_len: int  # tokens
+    max_num_seqs: int
+    attention_backend: str = "auto"
+    cuda_graphs: bool = True
+
+
+@dataclass
+class DecodeGraph:
+    """Decode steps of one padded batch size: what they read, and once captured the graph and what it writes."""
+
+    plan: DecodePlan
+    ints: torch.Tensor  # [3, BP] int64: token ids, positions, slots
+    graph: "torch.cuda.CUDAGraph | None" = None
+    logits: torch.Tensor | None = None  # [BP, V] fp32
+
+
+class Runner:
+    """Holds the model, the pool's tensors and, per padded batch size, one decode plan, made once and refilled each step.
+
+    On a GPU a step that only decodes is padded to the next size, captured or not, and a mixed step's decode rows use the same plan: so replaying a graph
+    gives the bits of running eagerly. The first step of a size runs eagerly, on real rows (which compiles the kernels), and is then captured for later
+    ones; there is no dummy run, so nothing ever writes to the null page.
+    """
+
+    def __init__(self, model: Model, spec: DecodeSpec, pool: PagePool, config: RunnerConfig) -> None:
+        self.spec = spec
+        self._model = model
+        self._pool = pool
+        self._config = config
+        self._layers = [pool.layer_kv(layer) for layer in range(pool.layout.num_layers)]
+        self._builder = BatchBuilder(pool.device, spec.page_size, -(-config.max_model_len // spec.page_size))
+        self._graphs: dict[int, DecodeGraph] = {}
+        self._graph_memory: tuple[int, int] | None = None  # one memory pool for all graphs: only one of them runs at a time
+        # Made at once, so that a spec that no backend takes fails here and not in the first step.
+        self.attention_backend = self._graph_for(1).plan.backend
+        # The reference backend reads lengths back to the host, which a graph cannot hold.
+        self._use_graphs = config.cuda_graphs and pool.device.type == "cuda" and self.attention_backend != "reference"
+
+    @property
+    def device(self) -> torch.device:
+        return self._pool.device
+
+    @property
+    def captured_sizes(self) -> list[int]:
+        """Padded batch sizes that are replayed from a graph."""
+        return sorted(size for size, entry in self._graphs.items() if entry.graph is not None)
+
+    @torch.inference_mode()
+    def execute(self, step: Step) -> dict[int, SampledToken]:
+        """Run a step; the chosen token of each request that samples, by request id."""
+        logits = self._run_decodes(step) if not step.prefills else self._run_mixed(step)
+        rows = [row for row in step.rows if row.sample is not None]
+        if not rows:
+            return {}
+        tokens = sample(logits, [row.sample for row in rows if row.sample is not None])
+        return {row.request_id: token for row, token in zip(rows, tokens, strict=True)}
+
+    def _run_decodes(self, step: Step) -> torch.Tensor:
+        entry = self._graph_for(len(step.decodes))
+        batch = self._build(step, entry, into_graph=True)
+        if entry.graph is not None and entry.logits is not None:
+            entry.graph.replay()
+            logits = entry.logits
+        else:
+            logits = self._forward_decodes(entry)
+            if self._use_graphs:
+                self._capture(entry)
+        every_row = len(batch.sample_rows) == batch.num_decodes
+        return logits[: batch.num_decodes] if every_row else logits[batch.sample_rows]
+
+    def _run_mixed(self, step: Step) -> torch.Tensor:
+        entry = self._graph_for(len(step.decodes)) if step.decodes else None
+        batch = self._build(step, entry, into_graph=False)
+        attend = PagedAttend(self._layers, self.spec, batch.slots, entry.plan if entry else None, batch.num_decodes, batch.segments)
+        hidden = self._model.forward(batch.token_ids, batch.positions, attend)
+        return self._model.logits(hidden[batch.sample_rows])
+
+    def _build(self, step: Step, entry: DecodeGraph | None, into_graph: bool) -> Batch:
+        batch = self._builder.build(step, entry.plan.batch if entry else 0, entry.ints if entry and into_graph else None)
+        if entry is not None:
+            entry.plan.refill(batch.seq_lens, batch.page_table)
+        return batch
+
+    def _forward_decodes(self, entry: DecodeGraph) -> torch.Tensor:
+        token_ids, positions, slots = entry.ints
+        attend = PagedAttend(self._layers, self.spec, slots, entry.plan, entry.plan.batch)
+        return self._model.logits(self._model.forward(token_ids, positions, attend))
+
+    def _capture(self, entry: DecodeGraph) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_memory):
+            entry.logits = self._forward_decodes(entry)
+        self._graph_memory = graph.pool()
+        entry.graph = graph
+
+    def _graph_for(self, num_decodes: int) -> DecodeGraph:
+        size = padded_batch_size(num_decodes, self._config.max_num_seqs) if self.device.type == "cuda" else num_decodes
+        if size not in self._graphs:
+            self._graphs[size] = self._make_graph(size)
+        return self._graphs[size]
+
+    def _make_graph(self, size: int) -> DecodeGraph:
+        plan = plan_decode(
+            self.spec,
+            [0] * size,
+            torch.zeros(size, self._builder.table_width, dtype=torch.int32),
+            device=self.device,
+            backend=self._config.attention_backend,
+            max_seq_len=self._config.max_model_len,
+        )
+        return DecodeGraph(plan, torch.zeros(3, size, dtype=torch.int64, device=self.device))
+
+
+def padded_batch_size(num_decodes: int, max_num_seqs: int) -> int:
+    """The batch size that a decode step is padded to on a GPU: 1, 2, 4, then multiples of 8, and max_num_seqs at most."""
+    size = next((size for size in (1, 2, 4) if num_decodes <= size), -(-num_decodes // 8) * 8)
+    return min(size, max_num_seqs)

@@ -1,0 +1,134 @@
+"""Decides what runs in each step: continuous batching, chunked prefill, preemption; knows no tensor, no model and no text.
+
+Policy, in one paragraph. Running requests come first, in order of arrival, one token each for those that decode, chunks for those whose tokens are not all
+computed; what the token budget leaves goes to waiting requests, first come first served. Chunks end on a fixed grid counted from position 0 (but for the
+one that ends the sequence), so that how a prompt is cut depends on little else. Pages are appended as rows are scheduled. When none is free, the request
+that arrived last gives all of its pages back and waits at the front with its generated tokens kept; it is computed again from position 0. A request is
+admitted only when the free pages cover its tokens and those that running requests still have to compute, which keeps preemption rare.
+"""
+
+from collections import deque
+
+from atoll.config import SchedulerConfig
+from atoll.engine.request import Request
+from atoll.engine.step import Step, StepRow
+from atoll.errors import ConfigError
+from atoll.kv.ledger import PageLedger
+
+
+class Scheduler:
+    """Owns the requests' pages: they come from `ledger` here and go back to it here."""
+
+    def __init__(self, config: SchedulerConfig, ledger: PageLedger) -> None:
+        capacity = (ledger.num_pages - 1) * config.page_size
+        if config.max_model_len > capacity:
+            raise ConfigError(
+                f"max_model_len {config.max_model_len} is above the {capacity} tokens that {ledger.num_pages - 1} pages of {config.page_size} hold; "
+                f"use {capacity} or less, or more pages"
+            )
+        self.config = config
+        self.ledger = ledger
+        self.waiting: deque[Request] = deque()  # in order of arrival: preemption takes the latest first and puts it in front
+        self.running: list[Request] = []  # in order of arrival
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request whose `num_tokens` is below max_model_len (Engine.add sees to it)."""
+        assert 0 < request.num_tokens < self.config.max_model_len
+        self.waiting.append(request)
+
+    def finish(self, request: Request) -> None:
+        """Take a request out, wherever it stands, and give its pages back."""
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self._release(request)
+
+    def schedule(self) -> Step:
+        """The next step; never empty while there is work."""
+        step = Step()
+        # Set aside first: however long the prompts, every decoding request gets its token.
+        budget = self.config.max_num_batched_tokens - sum(request.num_uncomputed == 1 for request in self.running)
+        position = 0
+        while position < len(self.running):
+            request = self.running[position]
+            decoding = request.num_uncomputed == 1
+            count = 1 if decoding else self._chunk(request, budget)
+            if count and self._append_pages(request, count, step):
+                budget -= 0 if decoding else count
+                self._append_row(request, count, step)
+            position += 1
+        if not step.preempted:
+            self._admit(budget, step)
+        return step
+
+    def commit(self, step: Step, requests: dict[int, Request]) -> None:
+        """Note that a step has run: its rows are computed."""
+        for row in step.rows:
+            requests[row.request_id].num_computed = row.start + len(row.token_ids)
+
+    def _admit(self, budget: int, step: Step) -> None:
+        reserved = sum(self._pages_missing(request) for request in self.running)
+        while self.waiting and len(self.running) < self.config.max_num_seqs:
+            request = self.waiting[0]
+            reserved += self._pages_missing(request)
+            count = self._chunk(request, budget)
+            if not count or reserved > self.ledger.num_free:
+                return
+            self.running.append(self.waiting.popleft())
+            num_free = self.ledger.num_free
+            appended = self._append_pages(request, count, step)
+            assert appended, "the pages of an admitted request were counted as free"
+            reserved -= num_free - self.ledger.num_free
+            budget -= count
+            self._append_row(request, count, step)
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        """Tokens to compute next: all that are left, or as many as end on the grid within the budget; 0: none fits."""
+        if request.num_uncomputed <= budget:
+            return request.num_uncomputed
+        grid = self.config.prefill_grid
+        end = (request.num_computed + budget) // grid * grid
+        return max(0, end - request.num_computed)
+
+    def _append_pages(self, request: Request, count: int, step: Step) -> bool:
+        """Give `request` the pages for `count` more tokens, preempting if it must; False: it was itself the latest, and was preempted."""
+        need = self._pages_for(request.num_computed + count) - len(request.pages)
+        while need > self.ledger.num_free:
+            victim = self.running.pop()
+            self._release(victim)
+            victim.num_preemptions += 1
+            self.waiting.appendleft(victim)
+            step.preempted.append(victim.request_id)
+            if victim is request:
+                return False
+        if need > 0:
+            request.pages.extend(self.ledger.allocate(need))
+        return True
+
+    def _append_row(self, request: Request, count: int, step: Step) -> None:
+        ends = count == request.num_uncomputed
+        row = StepRow(
+            request_id=request.request_id,
+            start=request.num_computed,
+            token_ids=request.tokens(request.num_computed, count),
+            pages=list(request.pages),
+            sample=request.sample_task() if ends else None,
+        )
+        (step.decodes if count == 1 else step.prefills).append(row)
+
+    def _release(self, request: Request) -> None:
+        self.ledger.release(request.pages)
+        request.pages = []
+        request.num_computed = 0
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.page_size)
+
+    def _pages_missing(self, request: Request) -> int:
+        """Pages that `request` needs, besides its own, until its next token has been computed too."""
+        return self._pages_for(request.num_tokens + 1) - len(request.pages)

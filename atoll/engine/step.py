@@ -1,0 +1,43 @@
+"""One step's work as plain data: no tensors, no behaviour, so the same message could drive a runner in another process."""
+
+from dataclasses import dataclass, field
+
+from atoll.engine.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTask:
+    """How to choose the token that follows a row."""
+
+    params: SamplingParams
+    seed: int
+    index: int  # tokens the request has generated so far; with the seed it names the random number
+    suppressed: tuple[int, ...] = ()  # token ids that may not be chosen
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One sequence's tokens in this step."""
+
+    request_id: int
+    start: int  # position of the first token
+    token_ids: list[int]
+    pages: list[int]  # the sequence's pages, as many as its rows up to this step's last token need
+    sample: SampleTask | None  # None: a chunk that does not reach the sequence's end
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Rows of one token (`decodes`) and of more (`prefills`), in the order in which they lie in the batch."""
+
+    decodes: list[StepRow] = field(default_factory=list)
+    prefills: list[StepRow] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)  # request ids that gave their pages back
+
+    @property
+    def rows(self) -> list[StepRow]:
+        return self.decodes + self.prefills
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum(len(row.token_ids) for row in self.prefills)
