@@ -126,6 +126,11 @@ def test_asking_about_a_foreign_id_is_refused(page: int) -> None:
             ask(page)
 
 
+def test_a_holder_of_a_foreign_id_is_refused() -> None:
+    with pytest.raises(PoolError, match="page 4 is outside 0 to 3"):
+        PageLedger(4).check(held=[4])
+
+
 @pytest.mark.parametrize(
     ("num_pages", "message"),
     [(1, "num_pages 1 is below 2; page 0 is the null page"), (-3, "num_pages -3 is below 2"), (2**31 + 1, "num_pages 2147483649 is above 2147483648")],
