@@ -3,6 +3,7 @@
 import torch
 
 from atoll.errors import SpecError
+from atoll.ops.attention.gather import check_pages
 from atoll.ops.attention.spec import PagedKV
 from atoll.ops.quant.formats import is_fp8
 from atoll.ops.quant.quantize import quantize
@@ -58,6 +59,7 @@ def append_kv_torch(kv: PagedKV, k: torch.Tensor, v: torch.Tensor, slots: torch.
 
 
 def _check(kv: PagedKV, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    check_pages(kv)
     _, num_kv_heads, _, head_dim = kv.k.shape
     if slots.dim() != 1 or slots.dtype != torch.int64:
         raise SpecError(f"slots is {slots.dtype} of shape {tuple(slots.shape)}; pass int64 of shape [T]")
@@ -68,5 +70,3 @@ def _check(kv: PagedKV, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -
     for name, tensor in (("k", k), ("v", v), ("slots", slots)):
         if tensor.device != kv.k.device:
             raise SpecError(f"{name} is on {tensor.device}, the cache on {kv.k.device}; put both on one device")
-    if is_fp8(kv.kv_format) and (kv.k_scale is None or kv.v_scale is None):
-        raise SpecError(f"k_scale or v_scale is None, kv_format {kv.kv_format!r} asks for both; pass them in PagedKV")

@@ -6,11 +6,15 @@ It is the oracle of the other backends and the decode backend of the CPU engine.
 
 import torch
 
-from atoll.ops.attention.gather import gather_rows
+from atoll.ops.attention.gather import gather_rows, gather_sequences
 from atoll.ops.attention.plan import BatchShape, DecodeConfig, DecodePlan
 from atoll.ops.attention.spec import DecodeSpec, PagedKV
 
 MASKS_UNOWNED = True
+
+# fp32 elements in 64 bytes. Matrix libraries may sum in another order at another alignment, so rows of other widths are copied to memory of their own
+# before they are multiplied: a sequence's bits must not depend on its place in the batch.
+ALIGNED_DIM = 16
 
 
 def supports(spec: DecodeSpec, device: torch.device) -> str | None:
@@ -26,27 +30,29 @@ def config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
 def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> None:
     """Fill `out` and `lse`; see `decode_attention`."""
     spec = plan.spec
-    heads = (spec.num_kv_heads, spec.group_size)
-    sink = sinks.view(*heads, 1) if sinks is not None else None
-    for i_b, seq_len in enumerate(plan.seq_lens.tolist()):
-        page_ids = plan.page_table[i_b]
-        start = spec.window_start(seq_len)
-        if seq_len:
-            k, v = gather_rows(kv, page_ids, start, seq_len)  # [HKV, seq_len - start, D]
-            # A fresh tensor per sequence, so that its alignment, and with it the bits, do not depend on its place in the batch.
-            scaled_q = q[i_b].float() * spec.scale  # [QL, HQ, D]
+    grouped = (plan.batch * spec.query_len, spec.num_kv_heads, spec.group_size)
+    sink = sinks.view(spec.num_kv_heads, spec.group_size, 1) if sinks is not None else None
+    scaled_q = (q.float() * spec.scale).view(*grouped, spec.head_dim)
+    # What a query token without keys gets.
+    b_out = torch.zeros_like(scaled_q)
+    b_lse = torch.full((*grouped, 1), -torch.inf, device=q.device)
+
+    seq_lens = plan.seq_lens.tolist()
+    tables = plan.page_table.unbind()
+    starts = [spec.window_start(seq_len) for seq_len in seq_lens]
+    tokens = zip(scaled_q.unbind(), b_out.unbind(), b_lse.unbind(), strict=True)
+    rows = gather_sequences(kv, tables, list(zip(starts, seq_lens, strict=True)))
+    for seq_len, start, table, (k, v) in zip(seq_lens, starts, tables, rows, strict=True):  # k, v: [HKV, seq_len - start, D]
         for i_q in range(spec.query_len):
+            token_q, token_out, token_lse = next(tokens)
             lo, hi = visible_rows(spec, seq_len, i_q)
             if lo >= hi:
-                out[i_b, i_q] = 0.0
-                lse[i_b, i_q] = -torch.inf
                 continue
-            seen = slice(lo - start, hi - start)
-            b_out, b_lse = _attend(scaled_q[i_q].view(*heads, -1), k[:, seen], v[:, seen], spec.soft_cap, sink)
+            _attend(token_q, k.narrow(1, lo - start, hi - lo), v.narrow(1, lo - start, hi - lo), spec.soft_cap, sink, token_out, token_lse)
             if not spec.mask_unowned_kv:
-                b_out += _leak(kv, page_ids, lo, hi)
-            out[i_b, i_q] = b_out.view(spec.num_q_heads, -1)
-            lse[i_b, i_q] = b_lse.view(-1)
+                token_out += _leak(kv, table, lo, hi)
+    out.copy_(b_out.view(out.shape))
+    lse.copy_(b_lse.view(lse.shape))
 
 
 def visible_rows(spec: DecodeSpec, seq_len: int, i_q: int) -> tuple[int, int]:
@@ -63,18 +69,24 @@ def _attend(
     v: torch.Tensor,  # [HKV, n, D]
     soft_cap: float | None,
     sink: torch.Tensor | None,  # [HKV, G, 1]
-) -> tuple[torch.Tensor, torch.Tensor]:  # [HKV, G, D], [HKV, G, 1]
-    scores = scaled_q @ k.transpose(1, 2)  # [HKV, G, n]
+    out: torch.Tensor,  # [HKV, G, D], written
+    lse: torch.Tensor,  # [HKV, G, 1], written
+) -> None:
+    """One query token over the keys it sees, all of them."""
+    if k.shape[2] % ALIGNED_DIM:
+        scaled_q, k, v = scaled_q.clone(), k.clone(), v.clone()
+    scores = torch.bmm(scaled_q, k.transpose(1, 2))  # [HKV, G, n]
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     top = scores.amax(-1, keepdim=True)
     if sink is not None:
         top = torch.maximum(top, sink)
-    weights = torch.exp(scores - top)
+    weights = scores.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)
     if sink is not None:
         total = total + torch.exp(sink - top)
-    return weights @ v / total, top + torch.log(total)
+    torch.div(torch.bmm(weights, v), total, out=out)
+    torch.add(top, torch.log(total), out=lse)
 
 
 def _leak(kv: PagedKV, page_ids: torch.Tensor, lo: int, hi: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Stored rows to fp32: exact, and NaN where the bytes or their scale are NaN. Knows no page."""
+"""Stored rows to real numbers: exact in fp32, and NaN where the bytes or their scale are NaN. Knows no page."""
 
 import torch
 
@@ -6,16 +6,17 @@ from atoll.ops.quant.bytes import e4m3fn_table
 from atoll.ops.quant.formats import KVFormat, is_fp8
 
 
-def dequantize(stored: torch.Tensor, kv_format: KVFormat, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """`stored * scale` in fp32, of the shape of `stored`.
+def dequantize(stored: torch.Tensor, kv_format: KVFormat, scale: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`stored * scale` as fp32, or into `out`, rounded to its dtype.
 
-    `stored` has the format's dtype, or uint8 holding the same bytes (fp8 only). `scale` broadcasts against it; None for a format without one.
-    The result may share memory with an fp32 `stored`.
+    `stored` has the format's dtype, or uint8 holding the same bytes (fp8 alone). `scale` broadcasts against it; None for a format without one.
     """
+    if out is None:
+        out = torch.empty(stored.shape, dtype=torch.float32, device=stored.device)
     if not is_fp8(kv_format):
-        return stored.float()
+        return out.copy_(stored)
     assert scale is not None, "fp8 rows mean nothing without their scale"
-    return decode_fp8(stored) * scale
+    return torch.mul(decode_fp8(stored), scale, out=out)
 
 
 def decode_fp8(stored: torch.Tensor) -> torch.Tensor:
