@@ -7,6 +7,7 @@ also names the workspace and the outputs, so that the probe can poison them; any
 
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from atoll.errors import BackendError
 from atoll.ops.attention import BACKENDS, DecodeConfig, DecodePlan, PagedKV, decode_attention, plan_decode
 from atoll.probe.cases import DecodeProblem
+from atoll.probe.interpreter import quiet_arithmetic, repair_interpreter
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Adapter = Callable[[DecodeProblem], Callable[[], Result]]
@@ -59,12 +61,16 @@ class BackendAdapter:
         )
         out = torch.empty_like(problem.q)
         lse = torch.empty(problem.q.shape[:3], dtype=torch.float32, device=problem.device)
+        interpreted = plan.backend == "triton" and problem.device.type == "cpu"
+        if interpreted:
+            repair_interpreter()
 
         def call() -> Result:
-            if self.decode is not None:
-                self.decode(problem.q, problem.kv, plan, out, lse, problem.sinks)
-            else:
-                decode_attention(problem.q, problem.kv, plan, out=out, lse=lse, sinks=problem.sinks)
+            with quiet_arithmetic() if interpreted else nullcontext():
+                if self.decode is not None:
+                    self.decode(problem.q, problem.kv, plan, out, lse, problem.sinks)
+                else:
+                    decode_attention(problem.q, problem.kv, plan, out=out, lse=lse, sinks=problem.sinks)
             return out, lse
 
         return Run(call, workspace=(plan.partial_o, plan.partial_lse), outputs=(out, lse))

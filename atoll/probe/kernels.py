@@ -16,6 +16,9 @@ from atoll.probe.cases import Case, DecodeProblem, as_bits
 from atoll.probe.oracle import ErrorReport, compare
 from atoll.probe.poison import FILLS, fill_tensor, parts_of, places, poison, poison_cache, poison_rows, saved_rows
 
+# A neighbour's rows lie where `freed` rows may lie too, so that two fills say enough and save a third of the runs.
+_NEIGHBOUR_FILLS = ("nan", "random")
+
 
 @dataclass(frozen=True)
 class Leak:
@@ -34,7 +37,7 @@ class ControlFailure:
     part: str
     token: str
     missed: int  # readers that stayed finite: NaN was swallowed
-    reached: int  # rows that changed though they do not attend to it
+    reached: int  # rows that turned NaN though they do not attend to it
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def probe_case(
     error = compare(problem, *clean)
     leaks = tuple(leak for fill in fills for leak in find_leaks(problem, run, clean, fill, seed=case.seed + 1))
     poison_everything(problem, run, "zero", seed=case.seed)
-    failures = tuple(check_control(problem, run, clean)) if control else ()
+    failures = tuple(check_control(problem, run)) if control else ()
     return CaseReport(case.name, None, leaks, error, error.ratio <= tolerance, failures, time.perf_counter() - started)
 
 
@@ -139,7 +142,8 @@ def find_leaks(problem: DecodeProblem, run: Callable[[], Result], clean: Result,
         if not named:
             yield Leak(fill, "all together", int(changed.sum()), total)
         poison_everything(problem, run, "zero", seed)
-    yield from _neighbour_leaks(problem, run, clean, fill, seed)
+    if fill in _NEIGHBOUR_FILLS:
+        yield from _neighbour_leaks(problem, run, clean, fill, seed)
 
 
 def _neighbour_leaks(problem: DecodeProblem, run: Callable[[], Result], clean: Result, fill: str, seed: int) -> Iterator[Leak]:
@@ -160,7 +164,7 @@ def _neighbour_leaks(problem: DecodeProblem, run: Callable[[], Result], clean: R
             yield Leak(fill, "neighbour", int(changed.sum()), changed.numel())
 
 
-def check_control(problem: DecodeProblem, run: Callable[[], Result], clean: Result) -> Iterator[ControlFailure]:
+def check_control(problem: DecodeProblem, run: Callable[[], Result]) -> Iterator[ControlFailure]:
     """NaN in one owned row of every sequence: first, middle and last owned token, each part in turn."""
     spec = problem.spec
     for token in ("first", "middle", "last"):
@@ -177,10 +181,13 @@ def check_control(problem: DecodeProblem, run: Callable[[], Result], clean: Resu
                 poison_rows(problem, row_ids, part, "nan")
                 out, lse = run()
             is_nan = out.isnan().all(-1)
-            if lse is not None and part in ("k", "k_scale"):
-                is_nan &= lse.isnan()
+            any_nan = out.isnan().any(-1)
+            if lse is not None:
+                any_nan |= lse.isnan()
+                if part in ("k", "k_scale"):
+                    is_nan &= lse.isnan()
             missed = int((readers & ~is_nan).sum())
-            reached = int((changed_rows(clean, (out, lse)) & ~readers).sum())
+            reached = int((any_nan & ~readers).sum())
             if missed or reached:
                 yield ControlFailure(part, token, missed, reached)
 
