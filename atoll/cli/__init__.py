@@ -1,0 +1,24 @@
+"""The `atoll` command: one module per command group. Starts without torch; a command imports what it needs when it runs."""
+
+import typer
+
+from atoll.cli.base import AtollGroup
+from atoll.cli.bench import bench_app
+from atoll.cli.generate import generate
+from atoll.cli.info import info
+from atoll.cli.probe import probe_app
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="atoll",
+    cls=AtollGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Serve language models from a paged pool in which a sequence's output depends only on the rows that it owns.",
+)
+app.command()(generate)
+app.add_typer(probe_app, name="probe")
+app.add_typer(bench_app, name="bench")
+app.command()(info)

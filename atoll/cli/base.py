@@ -1,0 +1,64 @@
+"""What all commands share: how errors end a command, where text goes, which device is meant. Imports no torch by itself."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperGroup
+
+from atoll.errors import AtollError
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+EXIT_FOUND = 1  # the command ran and found what it looks for: a leak, a difference, a failed gate
+EXIT_ERROR = 2  # it could not run: usage, a backend that refused, a model that is missing
+EXIT_INTERRUPT = 130
+
+
+class AtollGroup(TyperGroup):
+    """Ends a command by an AtollError with one line and no traceback, and by Ctrl-C with the shell's usual code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AtollError as error:
+            fail(str(error))
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(EXIT_INTERRUPT) from None
+
+
+def fail(message: str) -> None:
+    """Print one line on stderr and end the command."""
+    typer.secho(f"error: {message}", fg=typer.colors.RED if sys.stderr.isatty() else None, err=True)
+    raise typer.Exit(EXIT_ERROR)
+
+
+def write_json(value: object) -> None:
+    """One line on stdout, at once."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def stderr_console() -> "Console":
+    """Progress and remarks; stdout is kept for results."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def stdout_console() -> "Console":
+    from rich.console import Console
+
+    # Into a pipe or a file a table is as wide as it needs to be, so that no cell is cut.
+    return Console() if sys.stdout.isatty() else Console(width=200)
+
+
+def torch_device(name: str) -> "torch.device":
+    """`auto`, `cpu`, `cuda` or `cuda:1`. Raises ConfigError for one that is not here."""
+    from atoll.engine.build import choose_device
+
+    return choose_device(name)

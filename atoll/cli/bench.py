@@ -1,0 +1,103 @@
+"""`atoll bench`: measured speed of decode attention and of the whole engine."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from atoll.cli.base import EXIT_FOUND, fail, torch_device, write_json
+
+if TYPE_CHECKING:
+    from atoll.bench.decode import DecodeBenchOptions, DecodeReport
+    from atoll.bench.rows import DecodeRow
+
+bench_app = typer.Typer(no_args_is_help=True, help="Measure speed.")
+
+
+@bench_app.command("decode")
+def bench_decode(
+    shapes: Annotated[Literal["quick", "full"], typer.Option(help="28 shapes that tell most, or all 513.")] = "quick",
+    name_filter: Annotated[str, typer.Option("--filter", help="Only cases whose name contains this, as in 35b-tp1/bf16/p16/q1/16x1024.")] = "",
+    limit: Annotated[int | None, typer.Option(help="At most so many cases.", show_default=False)] = None,
+    backend: Annotated[str, typer.Option(help="auto, triton, reference.")] = "auto",
+    adapter: Annotated[list[str] | None, typer.Option(help="Another kernel to time beside: a shipped name or module:function.", show_default=False)] = None,
+    l2: Annotated[Literal["warm", "cold", "both"], typer.Option(help="State of the L2 cache before a call.")] = "warm",
+    unmasked: Annotated[bool, typer.Option(help="Time mask_unowned_kv=False beside.")] = True,
+    noise: Annotated[bool, typer.Option(help="Time the masked kernel twice.")] = True,
+    rounds: Annotated[int, typer.Option(help="Samples per variant; the median counts.", min=1)] = 7,
+    jobs: Annotated[int | None, typer.Option(help="Processes that compile kernels.", show_default="one per core, 16 at most")] = None,
+    budget_s: Annotated[float | None, typer.Option(help="Begin no case after so many seconds.", show_default=False)] = None,
+    tune: Annotated[bool, typer.Option("--tune", help="Sweep the kernel's tuning instead.")] = False,
+    seed: Annotated[int, typer.Option(help="Of lengths, pages and values.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cuda, cuda:1; cpu only tries the command out.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Append rows to this JSONL file.", show_default=False)] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to note in rows.", show_default="the checkout's")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON lines on stdout instead of a table.")] = False,
+) -> None:
+    """Time decode attention: masked against unmasked against others, each case checked first."""
+    target = torch_device(device)
+    if target.type != "cuda" and device == "auto":
+        fail("bench decode needs a GPU, and torch finds none; pass --device cpu to try the command with the reference backend")
+    from atoll.bench.decode import DecodeBenchOptions, run_decode
+    from atoll.bench.rows import check_writable
+    from atoll.probe.adapters import get_adapter
+
+    if out is not None:
+        check_writable(out)
+    options = DecodeBenchOptions(
+        shapes=shapes,
+        name_filter=name_filter,
+        limit=limit,
+        backend=backend,
+        adapters={name: get_adapter(name) for name in adapter or ()},
+        l2=("warm", "cold") if l2 == "both" else (l2,),
+        unmasked=unmasked,
+        noise=noise,
+        rounds=rounds,
+        jobs=jobs,
+        budget_s=budget_s,
+        seed=seed,
+        device=target,
+    )
+    if tune:
+        _tune(options, out, commit, as_json=as_json)
+        return
+    from atoll.bench.report import case_lines
+
+    report = run_decode(options, on_case=lambda rows: None if as_json else typer.echo("\n".join(case_lines(rows, None))))
+    _finish(report, options, out, commit, as_json=as_json)
+
+
+def _finish(report: "DecodeReport", options: "DecodeBenchOptions", out: Path | None, commit: str | None, *, as_json: bool) -> None:
+    from atoll.bench.report import summary_lines
+
+    _keep(report.rows, options, out, commit, as_json=as_json)
+    for line in summary_lines(report.rows, report.read_gbps, report.roof_gbps):
+        typer.echo(line, err=as_json)
+    if report.num_left_out:
+        typer.echo(f"{report.num_left_out} cases were left out (time budget, or interrupted)", err=True)
+    for failure in report.gate_failures:
+        typer.echo(f"gate failed: {failure}", err=True)
+    if report.gate_failures:
+        raise typer.Exit(EXIT_FOUND)
+
+
+def _tune(options: "DecodeBenchOptions", out: Path | None, commit: str | None, *, as_json: bool) -> None:
+    from atoll.bench.tune import run_tune
+
+    all_tuned = run_tune(options, on_case=lambda tuned: None if as_json else typer.echo(tuned.line()))
+    rows = [row for tuned in all_tuned for row in tuned.rows(options.backend, options.seed)]
+    _keep(rows, options, out, commit, as_json=as_json)
+
+
+def _keep(rows: "list[DecodeRow]", options: "DecodeBenchOptions", out: Path | None, commit: str | None, *, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from atoll.bench.rows import environment, write_rows
+
+    env = environment(options.device, commit)
+    if out is not None:
+        write_rows(out, rows, env)
+    if as_json:
+        for row in rows:
+            write_json(asdict(row) | asdict(env))
