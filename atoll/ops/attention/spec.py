@@ -126,7 +126,7 @@ def check_kv(spec: DecodeSpec, kv: PagedKV) -> None:
             raise SpecError(f"{name} pages have shape {tuple(tensor.shape)}, the spec asks for {shape} ({spec.v_layout} V); pass a view of that shape")
         if tensor.dtype != dtype:
             raise SpecError(f"{name} pages hold {tensor.dtype}, kv_format {spec.kv_format!r} asks for {dtype}; change one of them")
-        if tensor.stride(-1) != 1:
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise SpecError(f"{name} pages have innermost stride {tensor.stride(-1)}, it must be 1; keep rows contiguous")
     if kv.v.device != kv.k.device:
         raise SpecError(f"k pages are on {kv.k.device}, v pages on {kv.v.device}; keep both on one device")
