@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atoll.ops.attention.combine import combine
+from atoll.ops.attention.combine import add_sink, combine, has_dependent_launch, launch_options, owned_tiles
 from atoll.ops.attention.plan import BatchShape, DecodeConfig, DecodePlan
 from atoll.ops.attention.spec import DecodeSpec, PagedKV, is_power_of_two
 from atoll.ops.quant.formats import is_fp8
@@ -24,6 +24,11 @@ MASKS_UNOWNED = True
 
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (16, 32, 64, 128, 256)
+
+# How the query rows see the rows of one step.
+FULL = tl.constexpr(0)
+EDGE = tl.constexpr(1)
+PARTLY = tl.constexpr(2)
 
 
 def supports(spec: DecodeSpec, device: torch.device) -> str | None:
@@ -99,6 +104,7 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         spec.num_kv_heads,
         spec.query_len,
         spec.group_size,
+        cfg.num_splits,
         cfg.tiles_per_split,
         *q.stride()[:3],
         *out.stride()[:3],
@@ -112,7 +118,7 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         D=spec.head_dim,
         TILE=cfg.tile,
         S=spec.page_size,
-        NS=cfg.num_splits,
+        SPLIT=split,
         FP8=is_fp8(spec.kv_format),
         PER_TOKEN=per_token,
         TRANSPOSED_V=spec.v_layout == "transposed",
@@ -123,17 +129,19 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         MULTI_QUERY=spec.query_len > 1,
         MASK_KV=spec.mask_unowned_kv,
         INTERPRET=interpreted(),
+        PDL=has_dependent_launch(q.device),
         num_warps=cfg.num_warps,
         num_stages=cfg.num_stages,
+        **launch_options(q.device, cfg.max_registers),
     )
     if split:
         combine(out, lse, plan, sinks)
 
 
-@triton.jit(do_not_specialize=["window", "num_kv_heads", "query_len", "group_size", "tiles_per_split"])
+@triton.jit(do_not_specialize=["window", "num_kv_heads", "query_len", "group_size", "num_splits", "tiles_per_split", "stride_table_b"])
 def decode_split_kernel(
-    out_ptr,  # [B, QL, HQ, D]; with NS > 1 the partial states [B, HKV, NS, QL * G, D] fp32
-    lse_ptr,  # [B, QL, HQ] fp32, natural; with NS > 1 [B, HKV, NS, QL * G] fp32, base 2
+    out_ptr,  # [B, QL, HQ, D]; SPLIT: the partial states [B, HKV, NS, QL * G, D] fp32
+    lse_ptr,  # [B, QL, HQ] fp32, natural; SPLIT: [B, HKV, NS, QL * G] fp32, base 2
     q_ptr,  # [B, QL, HQ, D]
     k_ptr,  # [P, HKV, S, D]
     v_ptr,  # [P, HKV, S, D] or, TRANSPOSED_V, [P, HKV, D, S]
@@ -148,6 +156,7 @@ def decode_split_kernel(
     num_kv_heads,
     query_len,
     group_size,
+    num_splits,
     tiles_per_split,
     stride_q_b,
     stride_q_t,
@@ -175,7 +184,7 @@ def decode_split_kernel(
     D: tl.constexpr,
     TILE: tl.constexpr,
     S: tl.constexpr,
-    NS: tl.constexpr,
+    SPLIT: tl.constexpr,
     FP8: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     TRANSPOSED_V: tl.constexpr,
@@ -186,20 +195,22 @@ def decode_split_kernel(
     MULTI_QUERY: tl.constexpr,
     MASK_KV: tl.constexpr,
     INTERPRET: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        # Every byte read below was written by an earlier kernel of this stream; wait for it, then let combine be set up while this one runs.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     i_b = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     i_h = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     i_s = tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + i_b)
 
     # Rows [window_start, seq_len) are owned; tiles that hold one are shared out over the splits.
-    window_start = tl.maximum(seq_len - query_len - window + 1, 0) if WINDOW else 0
-    first_tile = window_start // TILE
-    last_tile = tl.cdiv(seq_len, TILE)
-    per_split = tiles_per_split if tiles_per_split > 0 else tl.cdiv(last_tile - first_tile, NS)
+    window_start, first_tile, last_tile, per_split = owned_tiles(seq_len, query_len, window, num_splits, tiles_per_split, TILE, WINDOW)
     tile_lo = first_tile + i_s * per_split
     tile_hi = tl.minimum(tile_lo + per_split, last_tile)
-    if NS > 1:
+    if SPLIT:
         if tile_lo >= tile_hi:
             return  # combine counts the splits of a sequence by the same rule and never reads this one
 
@@ -209,7 +220,6 @@ def decode_split_kernel(
     o_t = o_m // group_size
     o_h = i_h * group_size + o_m % group_size
     m_rows = o_t < query_len
-    position = seq_len - query_len + o_t
     b_q = tl.load(q_ptr + i_b * stride_q_b + (o_t * stride_q_t + o_h * stride_q_h)[:, None] + o_d[None, :], mask=m_rows[:, None], other=0.0)
     q_scale = sm_scale
     if FP8:
@@ -223,11 +233,12 @@ def decode_split_kernel(
             q_scale = q_scale * tl.load(k_scale_ptr)
         q_scale = q_scale[:, None]
 
-    # Tiles [full_lo, full_hi) are seen in full by every query row and need no mask.
-    full_lo = tl.cdiv(tl.maximum(seq_len - window, 0), TILE) if WINDOW else 0
-    full_hi = tl.maximum(seq_len - query_len + 1, 0) // TILE if CAUSAL else seq_len // TILE
-    full_lo = tl.minimum(tl.maximum(full_lo, tile_lo), tl.maximum(tile_hi, tile_lo))
-    full_hi = tl.maximum(tl.minimum(full_hi, tile_hi), full_lo)
+    # Rows [common_lo, common_hi) are seen by every query row, the other owned rows by some: at most 2 * (query_len - 1), all taken by the last split.
+    # Tiles [full_lo, full_hi) hold nothing but common rows and need no mask.
+    common_lo = tl.maximum(seq_len - window, 0) if WINDOW else 0
+    common_hi = tl.maximum(seq_len - query_len + 1, 0) if CAUSAL else seq_len
+    full_lo = tl.minimum(tl.maximum(tl.cdiv(common_lo, TILE), tile_lo), tl.maximum(tile_hi, tile_lo))
+    full_hi = tl.maximum(tl.minimum(common_hi // TILE, tile_hi), full_lo)
 
     k_ptr += i_h * stride_k_h
     v_ptr += i_h * stride_v_h
@@ -238,40 +249,67 @@ def decode_split_kernel(
     b_acc = tl.zeros([BLOCK_M, D], tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    o_n = tl.arange(0, TILE)
     for i_tile in tl.range(full_lo, full_hi):
-        b_acc, b_sum, b_max = _attend_tile(
-            b_acc, b_sum, b_max, b_q, q_scale, i_tile, position, o_t, seq_len, window_start, window, query_len, soft_cap,
-            k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+        if S >= TILE:
+            page = tl.load(table_ptr + (i_tile * TILE) // S).to(tl.int64)
+            slot = (i_tile * TILE) % S + o_n
+        else:
+            page = tl.load(table_ptr + i_tile * (TILE // S) + o_n // S).to(tl.int64)
+            slot = o_n % S
+        b_acc, b_sum, b_max = _attend_rows(
+            b_acc, b_sum, b_max, b_q, q_scale, soft_cap, page, slot, o_n < TILE, o_t, o_n, seq_len - query_len, window, query_len,
+            k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
             stride_k_p, stride_k_s, stride_v_p, stride_v_s, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
-            False, D, TILE, S, FP8, PER_TOKEN, TRANSPOSED_V, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, INTERPRET,
-        )  # fmt: skip
-    num_left = full_lo - tile_lo
-    num_edge = num_left + tile_hi - full_hi
-    for i in tl.range(0, num_edge, num_stages=1):
-        i_tile = tl.where(i < num_left, tile_lo + i, full_hi + i - num_left)
-        b_acc, b_sum, b_max = _attend_tile(
-            b_acc, b_sum, b_max, b_q, q_scale, i_tile, position, o_t, seq_len, window_start, window, query_len, soft_cap,
-            k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
-            stride_k_p, stride_k_s, stride_v_p, stride_v_s, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
-            True, D, TILE, S, FP8, PER_TOKEN, TRANSPOSED_V, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, INTERPRET,
+            FULL, D, TILE, S, FP8, PER_TOKEN, TRANSPOSED_V, CAUSAL, WINDOW, SOFT_CAP, MASK_KV, INTERPRET,
         )  # fmt: skip
 
-    if NS == 1 and SINKS:
-        # The sink is one more key with value zero; a row that saw no key stays empty.
-        b_sink = tl.load(sinks_ptr + o_h, mask=m_rows, other=0.0) * 1.4426950408889634
-        b_top = tl.maximum(b_max, b_sink)
-        b_decay = tl.exp2(b_max - b_top)
-        b_sum = tl.where(b_sum == 0.0, 0.0, b_sum * b_decay + tl.exp2(b_sink - b_top))
+    num_left = full_lo - tile_lo
+    for i in tl.range(0, num_left + tile_hi - full_hi):
+        i_tile = tl.where(i < num_left, tile_lo + i, full_hi + i - num_left)
+        o_row = i_tile * TILE + o_n
+        m_common = (o_row >= common_lo) & (o_row < common_hi)  # owned: rows
+        if S >= TILE:
+            page = tl.load(table_ptr + (i_tile * TILE) // S).to(tl.int64)
+            slot = (i_tile * TILE) % S + o_n
+        else:
+            # An entry is read only if its page holds an owned row; the others may hold anything.
+            o_page = i_tile * (TILE // S) + o_n // S
+            m_page = (o_page * S < seq_len) & (o_page * S + S > window_start)  # owned: table
+            page = tl.load(table_ptr + o_page, mask=m_page, other=0).to(tl.int64)
+            slot = o_n % S
+        b_acc, b_sum, b_max = _attend_rows(
+            b_acc, b_sum, b_max, b_q, q_scale, soft_cap, page, slot, m_common, o_t, o_row, seq_len - query_len, window, query_len,
+            k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+            stride_k_p, stride_k_s, stride_v_p, stride_v_s, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
+            EDGE, D, TILE, S, FP8, PER_TOKEN, TRANSPOSED_V, CAUSAL, WINDOW, SOFT_CAP, MASK_KV, INTERPRET,
+        )  # fmt: skip
+
+    if MULTI_QUERY and (CAUSAL or WINDOW):
+        if (tile_hi == last_tile) & (seq_len > 0):
+            o_p = tl.arange(0, 16)
+            num_left = tl.minimum(common_lo, seq_len) - window_start
+            o_row = tl.where(o_p < num_left, window_start + o_p, tl.maximum(common_lo, common_hi) + o_p - num_left)
+            m_owned = o_row < seq_len  # owned: partly seen rows
+            page = tl.load(table_ptr + o_row // S, mask=m_owned, other=0).to(tl.int64)
+            b_acc, b_sum, b_max = _attend_rows(
+                b_acc, b_sum, b_max, b_q, q_scale, soft_cap, page, o_row % S, m_owned, o_t, o_row, seq_len - query_len, window, query_len,
+                k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+                stride_k_p, stride_k_s, stride_v_p, stride_v_s, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
+                PARTLY, D, 16, 1, FP8, PER_TOKEN, TRANSPOSED_V, CAUSAL, WINDOW, SOFT_CAP, MASK_KV, INTERPRET,
+            )  # fmt: skip
+
+    if SINKS and not SPLIT:
+        b_decay, b_sum, b_max = add_sink(b_sum, b_max, tl.load(sinks_ptr + o_h, mask=m_rows, other=0.0))
         b_acc = b_acc * b_decay[:, None]
-        b_max = b_top
     if FP8 and not PER_TOKEN:
         b_acc = b_acc * tl.load(v_scale_ptr)
     empty = b_sum == 0.0
     b_out = tl.where(empty[:, None], 0.0, b_acc / tl.where(empty, 1.0, b_sum)[:, None])
     b_lse = tl.where(empty, float("-inf"), b_max + tl.log2(b_sum))
-    if NS > 1:
+    if SPLIT:
         rows = query_len * group_size
-        o_row = (tl.program_id(0).to(tl.int64) * NS + i_s) * rows + o_m
+        o_row = (tl.program_id(0).to(tl.int64) * num_splits + i_s) * rows + o_m
         tl.store(out_ptr + o_row[:, None] * D + o_d[None, :], b_out, mask=m_rows[:, None])
         tl.store(lse_ptr + o_row, b_lse, mask=m_rows)
     else:
@@ -281,101 +319,84 @@ def decode_split_kernel(
 
 
 @triton.jit
-def _attend_tile(
-    b_acc, b_sum, b_max, b_q, q_scale, i_tile, position, o_t, seq_len, window_start, window, query_len, soft_cap,
-    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+def _attend_rows(
+    b_acc, b_sum, b_max, b_q, q_scale, soft_cap, page, slot, m_rows, o_t, o_row, position_0, window, query_len,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
     stride_k_p, stride_k_s, stride_v_p, stride_v_s, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
-    EDGE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, S: tl.constexpr, FP8: tl.constexpr, PER_TOKEN: tl.constexpr, TRANSPOSED_V: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, MULTI_QUERY: tl.constexpr, MASK_KV: tl.constexpr, INTERPRET: tl.constexpr,
+    KIND: tl.constexpr, D: tl.constexpr, N: tl.constexpr, S: tl.constexpr, FP8: tl.constexpr, PER_TOKEN: tl.constexpr, TRANSPOSED_V: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, MASK_KV: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """One online-softmax step over tile `i_tile`; `EDGE` tiles hold rows that are unowned or that some query row does not see."""
+    """One online-softmax step over N rows at (`page`, `slot`): all of them (FULL), those in `m_rows` (EDGE), or each by its own query rows (PARTLY)."""
     o_d = tl.arange(0, D)
-    o_n = i_tile * TILE + tl.arange(0, TILE)
-    m_owned = (o_n >= window_start) & (o_n < seq_len)  # owned: rows
-
-    # Where the rows lie. A table entry is read only if its page holds an owned row; others may hold anything.
-    if S >= TILE:
-        slot = (i_tile * TILE) % S + tl.arange(0, TILE)
-        page = tl.load(table_ptr + (i_tile * TILE) // S).to(tl.int64)
-    else:
-        slot = tl.arange(0, TILE) % S
-        o_page = i_tile * (TILE // S) + tl.arange(0, TILE) // S
-        if EDGE:
-            m_page = (o_page * S < seq_len) & (o_page * S + S > window_start)  # owned: table
-            page = tl.load(table_ptr + o_page, mask=m_page, other=0).to(tl.int64)
-        else:
-            page = tl.load(table_ptr + o_page).to(tl.int64)
+    MASK: tl.constexpr = MASK_KV and KIND != FULL
     o_k = page * stride_k_p + slot * stride_k_s
-    o_v = page * stride_v_p + (slot if TRANSPOSED_V else slot * stride_v_s)
-
-    if EDGE and MASK_KV:
-        b_k = tl.load(k_ptr + o_k[:, None] + o_d[None, :], mask=m_owned[:, None], other=0.0)
+    if MASK:
+        b_k = tl.load(k_ptr + o_k[:, None] + o_d[None, :], mask=m_rows[:, None], other=0.0)
     else:
         b_k = tl.load(k_ptr + o_k[:, None] + o_d[None, :])
     if TRANSPOSED_V:
-        # [D, TILE], tokens contiguous within a page
-        o_vt = tl.max_contiguous(o_v[None, :] + (o_d * stride_v_s)[:, None], [1, S if S < TILE else TILE])
-        if EDGE and MASK_KV:
-            b_v = tl.trans(tl.load(v_ptr + o_vt, mask=m_owned[None, :], other=0.0))  # owned: transposed values
+        # [D, N]: tokens are contiguous within a page
+        o_v = tl.max_contiguous((page * stride_v_p + slot)[None, :] + (o_d * stride_v_s)[:, None], [1, S if S < N else N])
+        if MASK:
+            b_v = tl.trans(tl.load(v_ptr + o_v, mask=m_rows[None, :], other=0.0))  # owned: transposed values
         else:
-            b_v = tl.trans(tl.load(v_ptr + o_vt))
+            b_v = tl.trans(tl.load(v_ptr + o_v))
     else:
-        if EDGE and MASK_KV:
-            b_v = tl.load(v_ptr + o_v[:, None] + o_d[None, :], mask=m_owned[:, None], other=0.0)  # owned: values
+        o_v = (page * stride_v_p + slot * stride_v_s)[:, None] + o_d[None, :]
+        if MASK:
+            b_v = tl.load(v_ptr + o_v, mask=m_rows[:, None], other=0.0)  # owned: values
         else:
-            b_v = tl.load(v_ptr + o_v[:, None] + o_d[None, :])
+            b_v = tl.load(v_ptr + o_v)
 
     b_s = _dot(b_q, tl.trans(_widen(b_k, FP8)), INTERPRET) * q_scale
     if PER_TOKEN:
         b_s = b_s * tl.load(k_scale_ptr + page * stride_ks_p + slot * stride_ks_s)[None, :]
     if SOFT_CAP:
-        # cap * tanh(s / cap) by 2 * sigmoid(2x) - 1, which keeps NaN and saturates at both ends
+        # cap * tanh(s / cap) as 2 * sigmoid(2 s / cap) - 1, which keeps NaN and saturates at both ends
         b_s = soft_cap * (2.0 / (1.0 + tl.exp2(b_s * (-2.0 * 1.4426950408889634 / soft_cap))) - 1.0)
     b_s = b_s * 1.4426950408889634
-    m_seen = m_owned[None, :]
-    if EDGE:
+    m_seen = m_rows[None, :]
+    if KIND == PARTLY:
         if CAUSAL:
-            m_seen = m_seen & (o_n[None, :] <= position[:, None])
+            m_seen = m_seen & (o_row[None, :] <= (position_0 + o_t)[:, None])
         if WINDOW:
-            m_seen = m_seen & (o_n[None, :] > position[:, None] - window)
+            m_seen = m_seen & (o_row[None, :] > (position_0 + o_t)[:, None] - window)
+    if KIND != FULL:
         # -inf, not a large finite number: a row that sees nothing must get probability 0, not 1
         b_s = tl.where(m_seen, b_s, float("-inf"))  # owned: scores
 
     # tl.max drops NaN, but exp2(NaN - top) does not: a NaN score reaches the sum and the output
     b_top = tl.maximum(b_max, tl.max(b_s, 1))
-    if EDGE:
-        b_shift = tl.where(b_top == float("-inf"), 0.0, b_top)
-    else:
-        b_shift = b_top
+    b_shift = b_top if KIND == FULL else tl.where(b_top == float("-inf"), 0.0, b_top)
     b_decay = tl.exp2(b_max - b_shift)
     b_p = tl.exp2(b_s - b_shift[:, None])
     b_sum = b_sum * b_decay + tl.sum(b_p, 1)
     b_acc = b_acc * b_decay[:, None]
 
     if PER_TOKEN:
-        # P times the scale relative to the tile's largest keeps P within fp16, whatever the scales.
+        # P times the scale relative to the largest keeps P within fp16, whatever the scales.
         o_vs = page * stride_vs_p + slot * stride_vs_s
-        if EDGE and MASK_KV:
-            b_vs = tl.load(v_scale_ptr + o_vs, mask=m_owned, other=0.0)  # owned: value scales
+        if MASK:
+            b_vs = tl.load(v_scale_ptr + o_vs, mask=m_rows, other=0.0)  # owned: value scales
         else:
             b_vs = tl.load(v_scale_ptr + o_vs)
         vs_top = tl.max(b_vs, 0)
         vs_top = tl.where((vs_top > 0.0) & (vs_top < float("inf")), vs_top, 1.0)
         b_p = b_p * (b_vs / vs_top)[None, :]
-        if EDGE and MASK_KV:
+        if MASK:
             b_p = tl.where(m_seen, b_p, 0.0)  # owned: seen scales
-    b_p = b_p.to(tl.float16 if FP8 else b_v.dtype)
     b_v = _widen(b_v, FP8)
-    if EDGE and MASK_KV and MULTI_QUERY:
-        # A row that one query token sees may be NaN; another that does not see it must not meet it: 0 * NaN.
+    b_p = b_p.to(b_v.dtype)
+    if MASK and KIND == PARTLY:
+        # A row that one query token sees may hold NaN, and another that does not see it must not meet it: 0 * NaN.
         for i_t in tl.range(0, query_len, num_stages=1):
-            at = seq_len - query_len + i_t
-            m_v = m_owned
+            at = position_0 + i_t
+            m_v = m_rows
             if CAUSAL:
-                m_v = m_v & (o_n <= at)
+                m_v = m_v & (o_row <= at)
             if WINDOW:
-                m_v = m_v & (o_n > at - window)
-            b_pv = _dot(b_p, tl.where(m_v[:, None], b_v, 0.0), INTERPRET)  # owned: seen values
+                m_v = m_v & (o_row > at - window)
+            b_pv = _dot(b_p, tl.where(m_v[:, None], b_v, 0.0), INTERPRET)  # owned: partly seen values
             if PER_TOKEN:
                 b_pv = b_pv * vs_top
             b_acc = tl.where((o_t == i_t)[:, None], b_acc + b_pv, b_acc)
