@@ -18,7 +18,7 @@ class EngineConfig:
     """What a user may choose. "auto" and None are settled when the model and the device are known (atoll.engine.build)."""
 
     device: str = "auto"  # auto: cuda where torch sees a GPU, else cpu; "cuda:1" names one
-    dtype: str = "auto"  # of weights and activations; auto: float32 on cpu, bfloat16 on cuda
+    dtype: str = "auto"  # of weights and activations; auto: bfloat16 where the device computes in it, else float32
     page_size: int = 16  # tokens
     kv_format: str = "auto"  # auto: bf16
     num_pages: int | None = None  # pages, the null page included; None: from kv_memory_bytes

@@ -32,11 +32,9 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """float32 on a CPU, which computes no faster in 16 bits; bfloat16 on a GPU."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+def choose_dtype(name: str) -> torch.dtype | None:
+    """None for "auto": the loader knows which one the device computes fastest."""
+    return {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
 def make_engine(model: Model, shape: ModelConfig, tokenizer: Tokenizer, config: EngineConfig) -> Engine:

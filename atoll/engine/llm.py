@@ -1,7 +1,7 @@
 """The offline interface: prompts or messages in, outputs in the same order, or pieces of them as they come."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from atoll.config import make_engine_config
 from atoll.engine.build import choose_device, choose_dtype, make_engine
@@ -9,7 +9,9 @@ from atoll.engine.engine import Engine
 from atoll.engine.output import RequestOutput, StreamPiece
 from atoll.engine.sampling import SamplingParams
 from atoll.errors import RequestError
-from atoll.models import LoadedModel, load_model
+
+if TYPE_CHECKING:
+    from atoll.models.loader import LoadedModel
 
 Prompt = str | list[int]
 Message = dict[str, str]
@@ -34,11 +36,14 @@ class LLM:
     def __init__(self, model: str, **options: Any) -> None:
         config = make_engine_config(options)
         device = choose_device(config.device)
-        loaded = load_model(model, device=device, dtype=choose_dtype(config.dtype, device))
+        # Not above: it brings in the tokenizer libraries, seconds that from_loaded can do without.
+        from atoll.models.loader import load_model
+
+        loaded = load_model(model, device=device, dtype=choose_dtype(config.dtype))
         self.engine: Engine = make_engine(loaded.model, loaded.config, loaded.tokenizer, config)
 
     @classmethod
-    def from_loaded(cls, loaded: LoadedModel, **options: Any) -> Self:
+    def from_loaded(cls, loaded: "LoadedModel", **options: Any) -> Self:
         """An LLM around a model that is loaded already, on that model's device and in its dtype."""
         llm = cls.__new__(cls)
         llm.engine = make_engine(loaded.model, loaded.config, loaded.tokenizer, make_engine_config(options))
