@@ -28,7 +28,8 @@ _ALPHABET = _byte_level_alphabet()
 class PieceDecoder:
     """The bytes behind a vocabulary entry, for the two families of vocabularies that Llama models have.
 
-    `state` is the tokenizers library's description of its decoder. Byte-level BPE, and SentencePiece with or without byte fallback, are known; ModelError for others.
+    `state` is the tokenizers library's description of its decoder.
+    Raises ModelError for another than byte-level BPE, or SentencePiece with or without byte fallback.
     """
 
     def __init__(self, state: dict[str, Any] | None) -> None:
@@ -42,7 +43,9 @@ class PieceDecoder:
         replaced = {(step["pattern"].get("String"), step["content"]) for step in steps if step["type"] == "Replace"}
         if unknown or not steps or replaced - {(_SPACE_PIECE, " ")}:
             found = ", ".join(sorted(kinds)) or "none"
-            raise ModelError(f"the tokenizer's decoder ({found}) is not supported; supported: byte-level BPE, SentencePiece (Replace ▁, ByteFallback, Fuse, Strip)")
+            raise ModelError(
+                f"the tokenizer's decoder ({found}) is not supported; supported: byte-level BPE, SentencePiece (Replace, ByteFallback, Fuse, Strip)"
+            )
         self.has_byte_pieces = "ByteFallback" in kinds
         self.strips_first_space = any(
             (step["type"] == "Strip" and step["start"] == 1) or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never") for step in steps
@@ -58,7 +61,7 @@ class PieceDecoder:
 
 
 class Detokenizer:
-    """One sequence's text as it grows. The pieces of `push` and the last one of `flush`, joined, are the decoded text.
+    """One sequence's text as it grows. The pieces of `push` and the last one of `finish`, joined, are the decoded text.
 
     Bytes that can never become UTF-8 come out as U+FFFD, one for each cut-off character, as soon as that is certain.
     """
@@ -79,7 +82,7 @@ class Detokenizer:
             self._strips_space = False
         return self._decoder.decode(data)
 
-    def flush(self) -> str:
+    def finish(self) -> str:
         """What is left at the end of the sequence: U+FFFD for a character cut in half, else nothing."""
         return self._decoder.decode(b"", final=True)
 

@@ -5,11 +5,13 @@ can name the place where a file is cut. The package still owns the quantized for
 Source: the GGUF specification, versions 2 and 3, little-endian.
 """
 
+import importlib
 import mmap
 import struct
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -69,18 +71,18 @@ class GGUFFile:
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The tensor, dequantized through fp32, on the CPU."""
-        _, quants = _gguf()
         tensor = self.tensors[name]
         raw = np.frombuffer(self._bytes, np.uint8, tensor.num_bytes, tensor.offset)
+        quants = _gguf("quants")
         values = quants.dequantize(raw.reshape(*tensor.shape[:-1], -1), quants.GGMLQuantizationType(tensor.quant_type))
-        return torch.from_numpy(values).to(dtype).view(tensor.shape)
+        return torch.from_numpy(values).to(dtype)
 
     def _read_tensor_table(self, header: "_Cursor", num_tensors: int) -> dict[str, GGUFTensor]:
         rows = []
         for _ in range(num_tensors):
             name = header.string()
-            shape = header.numbers("Q", header.scalar("I"))[::-1]  # the file has the innermost first
-            rows.append((name, tuple(int(size) for size in shape), header.scalar("I"), header.scalar("Q")))
+            sizes = header.numbers("Q", header.scalar("I"))  # innermost first
+            rows.append((name, tuple(reversed(sizes)), header.scalar("I"), header.scalar("Q")))
         alignment = self.metadata.get("general.alignment", 32)
         data_start = -(-header.position // alignment) * alignment
         tensors = {}
@@ -93,11 +95,10 @@ class GGUFFile:
         return tensors
 
     def _num_bytes(self, name: str, shape: tuple[int, ...], quant_type: int) -> int:
-        constants, _ = _gguf()
-        sizes = {int(kind): size for kind, size in constants.GGML_QUANT_SIZES.items()}
+        sizes = _gguf("constants").GGML_QUANT_SIZES
         if quant_type not in sizes:
             raise ModelError(f"{self.path}: tensor {name} has quantization type {quant_type}, unknown to the gguf package; pip install -U gguf")
-        block, block_bytes = sizes[quant_type]
+        block, block_bytes = sizes[quant_type]  # elements, bytes
         if not shape or shape[-1] % block:
             raise ModelError(f"{self.path}: tensor {name} has rows of {shape[-1:]} elements, its format packs {block} at a time; the file is damaged")
         return int(np.prod(shape, dtype=np.int64)) // block * block_bytes
@@ -144,10 +145,9 @@ class _Cursor:
         return self.scalar(_SCALARS[kind])
 
 
-def _gguf() -> tuple[Any, Any]:
-    """The package's constants and formats; imported late, since a machine that reads only safetensors may lack it."""
+def _gguf(module: str) -> ModuleType:
+    """Imported late, since a machine that reads only safetensors may lack the package."""
     try:
-        from gguf import constants, quants
+        return importlib.import_module(f"gguf.{module}")
     except ImportError as error:
         raise ModelError(f"GGUF files need the package gguf ({error}); pip install gguf") from error
-    return constants, quants

@@ -9,15 +9,12 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
 
 from atoll.errors import ModelError
 from atoll.models.tokenizer import Tokenizer
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _split_gpt2() -> pre_tokenizers.PreTokenizer:
@@ -60,8 +57,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], eos_token_ids: tuple[int, .
         bos = (names["bos"], tokens.index(names["bos"]))
         backend.post_processor = processors.TemplateProcessing(single=f"{bos[0]} $A", pair=f"{bos[0]} $A $B", special_tokens=[bos])
     roles = {f"{role}_token": name for role, name in names.items() if name is not None}
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=metadata.get("tokenizer.chat_template"), **roles)
-    return Tokenizer(fast, eos_token_ids)
+    return Tokenizer(backend, eos_token_ids, roles, metadata.get("tokenizer.chat_template"))
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any], path: str) -> Backend:

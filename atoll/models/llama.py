@@ -84,9 +84,7 @@ class LlamaModel:
         """`[N, V]` fp32 from hidden states `[N, H]`: pass only the rows that are sampled."""
         return self.lm_head(self._norm(hidden, self.final_norm)).float()
 
-    def _attention(
-        self, index: int, layer: LlamaLayer, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:  # [T, H]
+    def _attention(self, index: int, layer: LlamaLayer, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         num_q, num_kv = self.config.num_q_heads, self.config.num_kv_heads
         heads = layer.qkv(x).view(-1, num_q + 2 * num_kv, self.config.head_dim)
         # q and k turn alike: one rotation for both.

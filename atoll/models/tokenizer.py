@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Tokenizer as Backend
 
 from atoll.errors import ModelError, RequestError
 from atoll.models.detokenizer import Detokenizer, PieceDecoder
@@ -16,21 +15,25 @@ Message = Mapping[str, Any]  # {"role": ..., "content": ...}, as in OpenAI's API
 
 
 class Tokenizer:
-    """One model's vocabulary. Token ids go in and come out as plain lists of int."""
+    """One model's vocabulary. Token ids go in and come out as plain lists of int.
 
-    def __init__(self, fast: PreTrainedTokenizerFast, eos_token_ids: tuple[int, ...]) -> None:
-        self._fast = fast
-        self._backend = fast.backend_tokenizer
-        own_eos = () if fast.eos_token_id is None else (fast.eos_token_id,)
-        self.eos_token_ids: tuple[int, ...] = eos_token_ids or own_eos
-        self.bos_token_id: int | None = fast.bos_token_id
-        self.special_token_ids = frozenset(i for i, token in fast.added_tokens_decoder.items() if token.special)
+    `role_tokens` names the tokens that a chat template may mention: bos_token, eos_token, and so on.
+    """
+
+    def __init__(self, backend: Backend, eos_token_ids: tuple[int, ...], role_tokens: Mapping[str, str], chat_template: str | None) -> None:
+        self._backend = backend
+        self._role_tokens = dict(role_tokens)
+        self._chat_template = chat_template
+        self.bos_token_id = self._role_id("bos_token")
+        own_eos = self._role_id("eos_token")
+        self.eos_token_ids: tuple[int, ...] = eos_token_ids or (() if own_eos is None else (own_eos,))
+        self.special_token_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         # The library's decoder objects do not tell what they are made of; their pickled state does.
-        self._pieces = PieceDecoder(json.loads(self._backend.decoder.__getstate__()) if self._backend.decoder else None)
+        self._pieces = PieceDecoder(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
 
     @property
     def vocab_size(self) -> int:
-        return len(self._fast)
+        return self._backend.get_vocab_size()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the specials that the model expects around a plain text; a BOS that the text spells out already is not doubled."""
@@ -58,24 +61,36 @@ class Tokenizer:
 
         Raises ModelError for a model without a template, RequestError for messages that its template refuses.
         """
-        if self._fast.chat_template is None:
+        if self._chat_template is None:
             raise ModelError("the model has no chat template; send plain prompts, or use a model tuned for chat")
+        # Imported here: a second that plain prompts can do without.
+        import jinja2
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        names: dict[str, Any] = {**self._role_tokens, "add_generation_prompt": add_generation_prompt}
         try:
-            text = self._fast.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+            rendered: Any = render_jinja_template([[dict(message) for message in messages]], chat_template=self._chat_template, **names)
         except jinja2.TemplateError as error:
             raise RequestError(f"the model's chat template refuses these {len(messages)} messages: {error}; each needs a role and content it knows") from error
-        assert isinstance(text, str)
         # The template writes the special tokens itself.
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(rendered[0][0], add_special_tokens=False)
+
+    def _role_id(self, role: str) -> int | None:
+        return self._backend.token_to_id(self._role_tokens[role]) if role in self._role_tokens else None
 
 
 def tokenizer_from_folder(folder: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer:
     """From a Hugging Face folder's tokenizer.json and what lies beside it. Raises ModelError when it is missing or damaged."""
+    # Imported here: a second that GGUF files can do without.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
     read_json(folder / "tokenizer.json")
     try:
         fast = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        template = fast.get_chat_template() if fast.chat_template else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"cannot read the tokenizer in {folder}: {error}; fetch the folder again") from error
     if not isinstance(fast, PreTrainedTokenizerFast):
         raise ModelError(f"the tokenizer in {folder} is a {type(fast).__name__}; only those of the tokenizers library (tokenizer.json) are supported")
-    return Tokenizer(fast, eos_token_ids)
+    roles = {role: token for role, token in fast.special_tokens_map.items() if isinstance(token, str)}
+    return Tokenizer(fast.backend_tokenizer, eos_token_ids, roles, template)
