@@ -22,8 +22,9 @@ PART_ORDER: tuple[tuple[str, ...], ...] = (
     ("atoll.server",),
     ("atoll.probe",),
     ("atoll.bench", "atoll.eval"),
+    ("atoll",),
     ("atoll.cli",),
-    ("atoll.__main__", "atoll"),
+    ("atoll.__main__",),
 )
 
 # Pure parts: they run, and are tested, without torch.
@@ -71,13 +72,13 @@ def import_faults(modules: Iterable[Module]) -> list[str]:
 
 
 def part_of(name: str) -> tuple[int, str]:
-    """Rank and name of the part that a dotted name lies in. Names in `atoll` itself, such as `atoll.LLM`, belong to the top."""
+    """Rank and name of the part that a dotted name lies in. Names in `atoll` itself, such as `atoll.LLM`, are above all parts but the commands."""
     for rank, parts in enumerate(PART_ORDER):
         for part in parts:
             if name == part or (part != "atoll" and name.startswith(part + ".")):
                 return rank, part
-    if name.count(".") == 1 and name.startswith("atoll."):
-        return len(PART_ORDER) - 1, "atoll"
+    if re.fullmatch(r"atoll\.(__version__|[A-Z]\w*)", name):
+        return part_of("atoll")
     raise ValueError(f"{name} lies in no part; add its part to PART_ORDER")
 
 
@@ -132,13 +133,15 @@ def declared_all(module: Module) -> list[str] | None:
 
 
 def public_names(module: Module) -> set[str]:
-    """What the module's top level binds without an underscore. Of imports, only Atoll's own count."""
+    """What the module's top level binds without an underscore. Of imports, only Atoll's own that the module itself does not use."""
     names: set[str] = set()
+    used = {node.id for node in ast.walk(module.tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    used -= set(declared_all(module) or [])
     for node in top_level(module.tree.body):
         if isinstance(node, (*FUNCTION, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "atoll"):
-            names |= {alias.asname or alias.name for alias in node.names}
+            names |= {alias.asname or alias.name for alias in node.names} - used
         elif isinstance(node, ast.Assign):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):

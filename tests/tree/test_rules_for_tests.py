@@ -25,7 +25,9 @@ def silent_tests(modules: Iterable[Module]) -> list[str]:
 
 
 def asserts(node: ast.AST) -> bool:
-    return isinstance(node, ast.Assert) or (isinstance(node, ast.Call) and called_name(node).lstrip("_").startswith(ASSERTING_PREFIXES))
+    if isinstance(node, ast.Call):
+        return called_name(node).lstrip("_").startswith(ASSERTING_PREFIXES) or any(k.arg == "check" and ast.unparse(k.value) == "True" for k in node.keywords)
+    return isinstance(node, ast.Assert)
 
 
 def called_name(call: ast.Call) -> str:
@@ -64,7 +66,15 @@ def test_silent_test_is_found(source: str) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    ["assert x", "with pytest.raises(ValueError):\n        f()", "pool.check()", "check_same(a, b)", "torch.testing.assert_close(a, b)", "_check(a)"],
+    [
+        "assert x",
+        "with pytest.raises(ValueError):\n        f()",
+        "pool.check()",
+        "check_same(a, b)",
+        "torch.testing.assert_close(a, b)",
+        "_check(a)",
+        "run(x, check=True)",
+    ],
 )
 def test_asserting_test_passes(body: str) -> None:
     assert silent_tests([Module("tests/a.py", f"def test_a():\n    {body}\n")]) == []

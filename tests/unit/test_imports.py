@@ -1,0 +1,30 @@
+"""What an import brings in: `ops` stands alone, and the pure parts need no torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.tree.rules import NO_TORCH
+
+# Run in a fresh interpreter: import the first argument; print which of the others came along.
+REPORT = "import importlib, sys; importlib.import_module(sys.argv[1]); print(*[m for m in sys.argv[2:] if m in sys.modules])"
+ABOVE_OPS = ("atoll.config", "atoll.kv", "atoll.models", "atoll.engine", "atoll.probe", "atoll.bench", "atoll.cli", "transformers")
+
+
+def brought_in(module: str, *candidates: str) -> list[str]:
+    result = subprocess.run([sys.executable, "-c", REPORT, module, *candidates], capture_output=True, text=True, check=True)
+    return result.stdout.split()
+
+
+def test_ops_stand_alone() -> None:
+    assert brought_in("atoll.ops.attention", *ABOVE_OPS) == []
+
+
+@pytest.mark.parametrize("module", [*NO_TORCH, "atoll", "atoll.cli"])
+def test_pure_part_needs_no_torch(module: str) -> None:
+    assert brought_in(module, "torch", "triton", "transformers") == []
+
+
+def test_what_comes_along_is_seen() -> None:
+    assert brought_in("atoll.kv.pool", "torch", "atoll.kv.ledger", "atoll.engine") == ["torch", "atoll.kv.ledger"]
