@@ -15,7 +15,7 @@ import torch
 from atoll.errors import BackendError
 from atoll.ops.attention import BACKENDS, DecodeConfig, DecodePlan, PagedKV, decode_attention, plan_decode
 from atoll.probe.cases import DecodeProblem
-from atoll.probe.interpreter import quiet_arithmetic, repair_interpreter
+from atoll.probe.interpreter import interpreted
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Adapter = Callable[[DecodeProblem], Callable[[], Result]]
@@ -61,12 +61,15 @@ class BackendAdapter:
         )
         out = torch.empty_like(problem.q)
         lse = torch.empty(problem.q.shape[:3], dtype=torch.float32, device=problem.device)
-        interpreted = plan.backend == "triton" and problem.device.type == "cpu"
-        if interpreted:
-            repair_interpreter()
+        on_cpu_triton = plan.backend == "triton" and problem.device.type == "cpu"
+        kv = problem.kv
+        buffers = (
+            *(problem.q, problem.buffer, kv.k_scale, kv.v_scale, problem.sinks),
+            *(plan.seq_lens, plan.page_table, plan.partial_o, plan.partial_lse, out, lse),
+        )
 
         def call() -> Result:
-            with quiet_arithmetic() if interpreted else nullcontext():
+            with interpreted(buffers) if on_cpu_triton else nullcontext():
                 if self.decode is not None:
                     self.decode(problem.q, problem.kv, plan, out, lse, problem.sinks)
                 else:

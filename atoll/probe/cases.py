@@ -107,7 +107,9 @@ class DecodeProblem:
         return table
 
 
-def make_problem(spec: DecodeSpec, seq_lens: tuple[int, ...], *, seed: int = 0, device: torch.device | str = "cpu", layout: Layout = "page_major") -> DecodeProblem:
+def make_problem(
+    spec: DecodeSpec, seq_lens: tuple[int, ...], *, seed: int = 0, device: torch.device | str = "cpu", layout: Layout = "page_major"
+) -> DecodeProblem:
     """A problem with the usual hostility; `Case` has the rarer kinds."""
     return Case(spec, tuple(seq_lens), layout=layout, seed=seed).make(device)
 

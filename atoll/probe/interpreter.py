@@ -1,20 +1,52 @@
-"""Repairs to Triton's CPU interpreter, so that it judges kernels fairly: NaN in fp8 stays NaN, and bf16 rounds to nearest.
+"""Repairs to Triton's CPU interpreter, so that it judges kernels fairly, and a watch on every address that a kernel touches.
 
 Triton 3.6.0's interpreter decodes the e4m3fn bytes 0x7F and 0xFF as 480 and -480, which would hide every leak of an fp8 value (0 * 480 is 0), and
 cuts fp32 to bf16 by dropping bits. The repair replaces its float conversion for these types alone; compiled kernels are not concerned.
+
+On a GPU a page id of INT_MAX, dereferenced, ends the process, or silently reads somebody's memory. Here the watch finds it: lanes that a mask lets through must
+lie within the buffers of the call. Offending lanes are not touched, and the call fails afterwards.
 """
 
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from atoll.ops.quant.bytes import decode_e4m3fn
 
 _E4M3FN = np.array([decode_e4m3fn(byte) for byte in range(256)], dtype=np.float32)
+
+
+class OutOfRangeError(RuntimeError):
+    """A kernel touched memory outside the buffers that it was given."""
+
+
+@dataclass
+class _Watch:
+    """The address ranges of one call, and how many lanes left them."""
+
+    starts: np.ndarray | None = None  # [n] uint64, ascending
+    ends: np.ndarray | None = None
+    strays: list[str] = field(default_factory=list)
+
+    def keep_inside(self, addresses: np.ndarray, mask: np.ndarray, access: str) -> np.ndarray:
+        """The mask without its stray lanes."""
+        if self.starts is None or self.ends is None:
+            return mask
+        place = np.searchsorted(self.starts, addresses, side="right") - 1
+        inside = (place >= 0) & (addresses < self.ends[np.maximum(place, 0)])
+        stray = int((mask & ~inside).sum())
+        if stray:
+            self.strays.append(f"{access} of {stray} lanes")
+        return mask & inside
+
+
+_watch = _Watch()
 
 
 @functools.cache
@@ -38,14 +70,37 @@ def repair_interpreter() -> None:
         return original(data, source, target, rounding_mode)
 
     interpreter._convert_float = convert
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def watched_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        mask.data = _watch.keep_inside(ptrs.data, mask.data, "load")
+        return load(self, ptrs, mask, *rest)
+
+    def watched_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        mask.data = _watch.keep_inside(ptrs.data, mask.data, "store")
+        return store(self, ptrs, value, mask, *rest)
+
+    builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
 
 
 @contextmanager
-def quiet_arithmetic() -> Iterator[None]:
-    """NaN and Inf are the point here; NumPy would warn of each."""
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="All-NaN (slice|axis) encountered", category=RuntimeWarning)
-        yield
+def interpreted(buffers: Iterable[torch.Tensor | None]) -> Iterator[None]:
+    """Run a kernel in the repaired interpreter. Raises OutOfRangeError at the end if it touched anything but the storages of `buffers`."""
+    repair_interpreter()
+    storages = [buffer.untyped_storage() for buffer in buffers if buffer is not None and buffer.numel()]
+    ranges = sorted({(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages})
+    _watch.starts, _watch.ends = (np.array(bounds, dtype=np.uint64) for bounds in zip(*ranges, strict=True))
+    _watch.strays.clear()
+    try:
+        # NaN and Inf are the point here, and NumPy would warn of each.
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="All-NaN (slice|axis) encountered", category=RuntimeWarning)
+            yield
+    finally:
+        _watch.starts = _watch.ends = None
+    if _watch.strays:
+        raise OutOfRangeError(f"the kernel touched memory outside its buffers: {_watch.strays[0]}, and {len(_watch.strays) - 1} more accesses")
 
 
 def _to_bf16(values: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ import torch
 from atoll.errors import BackendError
 from atoll.probe.adapters import Adapter, Result, Run
 from atoll.probe.cases import Case, DecodeProblem, as_bits
+from atoll.probe.interpreter import OutOfRangeError
 from atoll.probe.oracle import ErrorReport, compare
 from atoll.probe.poison import FILLS, fill_tensor, parts_of, places, poison, poison_cache, poison_rows, saved_rows
 
@@ -46,6 +47,7 @@ class CaseReport:
 
     case: str
     refusal: str | None = None  # why the kernel did not take the case; then nothing below was measured
+    out_of_range: str | None = None  # what it touched outside its buffers (found in an interpreter); the same
     leaks: tuple[Leak, ...] = ()
     error: ErrorReport | None = None
     accurate: bool = True
@@ -54,9 +56,11 @@ class CaseReport:
 
     @property
     def status(self) -> str:
-        """`refused`, `leak`, `wrong`, `control` or `clean`; the first that holds."""
+        """`refused`, `out of range`, `leak`, `wrong`, `control` or `clean`; the first that holds."""
         if self.refusal is not None:
             return "refused"
+        if self.out_of_range is not None:
+            return "out of range"
         if self.leaks:
             return "leak"
         if not self.accurate:
@@ -102,15 +106,24 @@ def probe_case(
     problem = case.make(device)
     try:
         run = adapter(problem)
-    except BackendError as error:
-        return CaseReport(case.name, refusal=str(error))
-    poison_everything(problem, run, "zero", seed=case.seed)
-    clean = _copy(run())
-    error = compare(problem, *clean)
-    leaks = tuple(leak for fill in fills for leak in find_leaks(problem, run, clean, fill, seed=case.seed + 1))
-    poison_everything(problem, run, "zero", seed=case.seed)
-    failures = tuple(check_control(problem, run)) if control else ()
-    return CaseReport(case.name, None, leaks, error, error.ratio <= tolerance, failures, time.perf_counter() - started)
+        poison_everything(problem, run, "zero", seed=case.seed)
+        clean = _copy(run())
+        error = compare(problem, *clean)
+        leaks = tuple(leak for fill in fills for leak in find_leaks(problem, run, clean, fill, seed=case.seed + 1))
+        poison_everything(problem, run, "zero", seed=case.seed)
+        failures = tuple(check_control(problem, run)) if control else ()
+    except BackendError as refusal:
+        return CaseReport(case.name, refusal=str(refusal))
+    except OutOfRangeError as stray:
+        return CaseReport(case.name, out_of_range=str(stray))
+    return CaseReport(
+        case.name,
+        leaks=leaks,
+        error=error,
+        accurate=error.ratio <= tolerance,
+        control=failures,
+        seconds=time.perf_counter() - started,
+    )
 
 
 def poison_everything(problem: DecodeProblem, run: Callable[[], Result], fill: str, seed: int) -> None:
@@ -215,11 +228,18 @@ def summary_rows(reports: Iterable[CaseReport]) -> list[dict[str, object]]:
     for report in reports:
         if report.refusal is not None:
             rows.append({"case": report.case, "status": "refused", "detail": report.refusal})
+        if report.out_of_range is not None:
+            rows.append({"case": report.case, "status": "out of range", "detail": report.out_of_range})
         rows += [{"case": report.case, "status": "leak", "fill": k.fill, "place": k.place, "rows": k.rows, "total": k.total} for k in report.leaks]
         if not report.accurate and report.error is not None:
             rows.append({"case": report.case, "status": "wrong", "detail": f"error {report.error.max_error:.3g} is {report.error.ratio:.2f} x the bound"})
         rows += [
-            {"case": report.case, "status": "control", "place": f"owned {c.part}, {c.token} token", "detail": f"{c.missed} readers missed, {c.reached} others reached"}
+            {
+                "case": report.case,
+                "status": "control",
+                "place": f"owned {c.part}, {c.token} token",
+                "detail": f"{c.missed} readers missed, {c.reached} others reached",
+            }
             for c in report.control
         ]
     return rows

@@ -61,7 +61,7 @@ def cache_layout(spec: DecodeSpec, num_pages: int, layout: Layout) -> CacheLayou
         "v": (rows if spec.v_layout == "plain" else ("h", "d", "s"), storage_dtype(spec.kv_format)),
     }
     if spec.kv_format == "fp8_token":
-        shapes |= {name: (("h", "s"), torch.float32) for name in ("k_scale", "v_scale")}
+        shapes |= dict.fromkeys(("k_scale", "v_scale"), (("h", "s"), torch.float32))
     sizes = {"h": spec.num_kv_heads, "s": spec.page_size, "d": spec.head_dim}
     fields: dict[str, Field] = {}
     cursor = _OTHER_LAYERS_BYTES if layout == "page_major" else 0
@@ -73,10 +73,7 @@ def cache_layout(spec: DecodeSpec, num_pages: int, layout: Layout) -> CacheLayou
     if layout != "page_major":
         return CacheLayout(fields, cursor)
     page_bytes = cursor + _OTHER_LAYERS_BYTES
-    paged = {
-        name: Field(f.dtype, f.shape, (page_bytes // f.dtype.itemsize, *f.stride[1:]), f.offset_bytes)
-        for name, f in fields.items()
-    }
+    paged = {name: Field(f.dtype, f.shape, (page_bytes // f.dtype.itemsize, *f.stride[1:]), f.offset_bytes) for name, f in fields.items()}
     return CacheLayout(paged, num_pages * page_bytes)
 
 
