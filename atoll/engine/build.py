@@ -1,6 +1,7 @@
 """Makes an engine of a loaded model and a configuration: settles every "auto", sizes the pool, wires the parts; runs nothing."""
 
 import os
+from typing import cast
 
 import torch
 
@@ -10,10 +11,11 @@ from atoll.engine.runner import Runner, RunnerConfig
 from atoll.engine.text import Tokenizer
 from atoll.errors import ConfigError
 from atoll.kv.layout import PageLayout
-from atoll.kv.pool import PagePool, num_pages_for_bytes
+from atoll.kv.pool import Fill, PagePool, num_pages_for_bytes
 from atoll.models.base import Model
 from atoll.models.model_config import ModelConfig
 from atoll.ops.attention import DecodeSpec
+from atoll.ops.quant.formats import KVFormat
 
 CPU_POOL_BYTES = 2 * 2**30  # at most; and a quarter of the machine's memory
 GPU_POOL_SHARE = 0.85  # of what is free once the weights are loaded: the rest is for activations, logits and graphs
@@ -27,7 +29,7 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda":
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= num_gpus:
-            raise ConfigError(f"device {name!r} was asked for, torch {torch.__version__} sees {num_gpus} GPUs; use device='cpu', or install a CUDA build of torch")
+            raise ConfigError(f"device {name!r} was asked for, torch {torch.__version__} sees {num_gpus} GPUs; use 'cpu', or install a torch for your GPU")
         device = torch.device("cuda", device.index or 0)
     return device
 
@@ -39,10 +41,8 @@ def choose_dtype(name: str) -> torch.dtype | None:
 
 def make_engine(model: Model, shape: ModelConfig, tokenizer: Tokenizer, config: EngineConfig) -> Engine:
     """Raises ConfigError for sizes that do not fit, SpecError or BackendError for a model that no attention backend takes."""
-    kv_format = "bf16" if config.kv_format == "auto" else config.kv_format
-    spec = DecodeSpec(
-        shape.num_q_heads, shape.num_kv_heads, shape.head_dim, config.page_size, q_dtype=model.dtype, kv_format=kv_format, window=shape.window
-    )
+    kv_format = cast(KVFormat, "bf16" if config.kv_format == "auto" else config.kv_format)
+    spec = DecodeSpec(shape.num_q_heads, shape.num_kv_heads, shape.head_dim, config.page_size, q_dtype=model.dtype, kv_format=kv_format, window=shape.window)
     layout = PageLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.page_size, kv_format)
     num_pages = choose_num_pages(config, layout, shape.max_position, model.device)
     sizes = SchedulerConfig(
@@ -51,7 +51,7 @@ def make_engine(model: Model, shape: ModelConfig, tokenizer: Tokenizer, config: 
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
-    pool = PagePool(layout, num_pages, model.device, config.kv_fill)
+    pool = PagePool(layout, num_pages, model.device, cast(Fill, config.kv_fill))
     runner_config = RunnerConfig(sizes.max_model_len, sizes.max_num_seqs, config.attention_backend, config.cuda_graphs)
     return Engine(Runner(model, spec, pool, runner_config), pool, tokenizer, sizes, vocab_size=shape.vocab_size, seed=config.seed)
 

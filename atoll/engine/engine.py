@@ -55,7 +55,8 @@ class Engine:
             raise RequestError("the prompt has 0 tokens, 1 is the least; give some text")
         if len(token_ids) >= limit:
             raise RequestError(
-                f"the prompt has {len(token_ids)} tokens, at most {limit - 1} leave room for one more within max_model_len {limit}; shorten it, or raise max_model_len"
+                f"the prompt has {len(token_ids)} tokens, at most {limit - 1} leave room for one more within max_model_len {limit}; "
+                "shorten it, or raise max_model_len"
             )
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:

@@ -1,6 +1,7 @@
 """Runs steps on one device: batch, forward pass, sampling; replays decode steps as CUDA graphs; knows no request's life and no text."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ class Runner:
         self._layers = [pool.layer_kv(layer) for layer in range(pool.layout.num_layers)]
         self._builder = BatchBuilder(pool.device, spec.page_size, -(-config.max_model_len // spec.page_size))
         self._graphs: dict[int, DecodeGraph] = {}
-        self._graph_memory: tuple[int, int] | None = None  # one memory pool for all graphs: only one of them runs at a time
+        self._graph_memory: Any = None  # one memory pool for all graphs: only one of them runs at a time
         # Made at once, so that a spec that no backend takes fails here and not in the first step.
         self.attention_backend = self._graph_for(1).plan.backend
         # The reference backend reads lengths back to the host, which a graph cannot hold.

@@ -1,7 +1,5 @@
 """Greedy decoding gives the same tokens however a request is batched, cut, preempted or surrounded by garbage; and seeds do the same for sampling."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -128,8 +126,7 @@ def test_requests_without_a_seed_differ_and_follow_the_engine_seed() -> None:
 # Negative controls: each breaks the engine in one place, and an equality above must notice.
 
 
-@pytest.fixture
-def off_by_one_slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def test_control_a_wrong_slot_shows(alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     fill = BatchBuilder._fill_tokens
 
     def shifted(self: BatchBuilder, ints: object, step: object) -> None:
@@ -137,11 +134,6 @@ def off_by_one_slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ints[2, : len(step.decodes)] += 1  # type: ignore[attr-defined,index]
 
     monkeypatch.setattr(BatchBuilder, "_fill_tokens", shifted)
-    yield
-
-
-@pytest.mark.usefixtures("off_by_one_slots")
-def test_control_a_wrong_slot_shows(alone: list[list[int]]) -> None:
     assert [output.token_ids for output in make_llm(num_pages=64, kv_fill="random").generate(prompts(6), GREEDY)] != alone[:6]
 
 

@@ -126,7 +126,8 @@ def test_more_logprobs_than_tokens_gives_them_all() -> None:
 
 def test_uniform_numbers_are_uniform_and_named_by_seed_and_index() -> None:
     numbers = torch.tensor([uniform(seed, index) for seed in range(100) for index in range(100)], dtype=torch.float64)
-    assert 0 <= float(numbers.min()) and float(numbers.max()) < 1
+    assert float(numbers.min()) >= 0
+    assert float(numbers.max()) < 1
     assert len(set(numbers.tolist())) == 10_000
     shares = torch.histc(numbers, 10, 0, 1) / 10_000
     assert (shares - 0.1).abs().max() < 0.015

@@ -1,0 +1,130 @@
+"""Sampling parameters and engine options out of range: each error names the value, the limit and the remedy."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from atoll import ConfigError, RequestError, SamplingParams
+from atoll.config import DTYPES, KV_FILLS, KV_FORMAT_OPTIONS, MAX_PAGE_SIZE, EngineConfig, make_engine_config
+from atoll.engine.build import CPU_POOL_BYTES, choose_device, choose_dtype, choose_max_model_len, choose_num_pages
+from atoll.errors import BackendError
+from atoll.kv import FILLS, PageLayout
+from atoll.ops.attention import spec
+from atoll.ops.quant.formats import KV_FORMATS
+from tests.engine.tiny import make_llm
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens 0 is below 1; generate at least one token"),
+        ({"max_tokens": 2.5}, "max_tokens 2.5 is a float, not an integer"),
+        ({"max_tokens": True}, "max_tokens True is a bool"),
+        ({"min_tokens": -1}, "min_tokens -1 is below 0"),
+        ({"min_tokens": 20}, "min_tokens 20 is above 16; use at most max_tokens"),
+        ({"temperature": -0.1}, "temperature -0.1 is neither 0 nor at least 0.0001; use 0 for greedy"),
+        ({"temperature": 1e-9}, "temperature 1e-09 is neither"),
+        ({"temperature": float("nan")}, "temperature nan is neither"),
+        ({"top_k": -1}, "top_k -1 is below 0; use 0 to keep every token"),
+        ({"top_p": 0.0}, r"top_p 0.0 is outside 0 \(excluded\) to 1"),
+        ({"top_p": 1.1}, "top_p 1.1 is outside"),
+        ({"top_p": float("nan")}, "top_p nan is outside"),
+        ({"min_p": -0.1}, "min_p -0.1 is outside 0 to 1"),
+        ({"min_p": 1.5}, "min_p 1.5 is outside 0 to 1"),
+        ({"seed": -1}, "seed -1 is below 0"),
+        ({"seed": 2**63}, f"seed {2**63} is above {2**63 - 1}"),
+        ({"logprobs": 21}, "logprobs 21 is above 20"),
+        ({"logprobs": -1}, "logprobs -1 is below 0"),
+        ({"stop": ""}, "stop '' is not a non-empty string"),
+        ({"stop": ["a", 3]}, "stop 3 is not a non-empty string"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids entry -1 is below 0"),
+    ],
+)
+def test_sampling_params_out_of_range(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**params)
+
+
+def test_sampling_params_are_plain_and_comparable() -> None:
+    assert SamplingParams(stop="a", stop_token_ids=[1]) == SamplingParams(stop=["a"], stop_token_ids=(1,))
+    assert hash(SamplingParams(stop=["a"])) == hash(SamplingParams(stop="a"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"page_size": 24}, "page_size 24 is not a power of two; use 16 or 32"),
+        ({"page_size": 0}, f"page_size 0 is outside 1 to {MAX_PAGE_SIZE}"),
+        ({"page_size": 2048}, f"page_size 2048 is outside 1 to {MAX_PAGE_SIZE}"),
+        ({"device": "tpu"}, "device 'tpu' is unknown; use one of auto, cpu, cuda"),
+        ({"dtype": "int8"}, "dtype 'int8' is unknown; use one of auto, float32"),
+        ({"kv_format": "int4"}, "kv_format 'int4' is unknown; use one of auto, fp32"),
+        ({"kv_fill": "ones"}, "kv_fill 'ones' is unknown; use one of zero, nan"),
+        ({"num_pages": 1}, "num_pages 1 is below 2"),
+        ({"num_pages": 9, "kv_memory_bytes": 9}, "num_pages 9 and kv_memory_bytes 9 are both given"),
+        ({"max_num_seqs": 0}, "max_num_seqs 0 is below 1"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 100}, r"max_num_batched_tokens 100 is below 127 \(max_num_seqs 64 - 1 decoding"),
+        ({"max_model_len": 1}, "max_model_len 1 is below 2"),
+        ({"pagesize": 16}, "option 'pagesize' is unknown; use one of device, dtype, page_size"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_engine_config(options)
+
+
+def test_the_option_lists_are_those_of_the_parts() -> None:
+    assert KV_FORMAT_OPTIONS[1:] == KV_FORMATS
+    assert KV_FILLS == FILLS
+    assert MAX_PAGE_SIZE == spec.MAX_PAGE_SIZE
+    assert [choose_dtype(name) for name in DTYPES] == [None, torch.float32, torch.bfloat16, torch.float16]
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == CPU
+    with pytest.raises(ConfigError, match=r"device 'cuda' was asked for, torch \S+ sees 0 GPUs; use 'cpu'"):
+        choose_device("cuda")
+
+
+def test_a_gpu_number_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto") == torch.device("cuda", 0)
+    assert choose_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match=r"device 'cuda:2' was asked for, torch \S+ sees 2 GPUs"):
+        choose_device("cuda:2")
+
+
+LAYOUT = PageLayout(num_layers=2, num_kv_heads=2, head_dim=16, page_size=16)
+
+
+def test_the_pool_is_as_large_as_asked_for() -> None:
+    assert choose_num_pages(EngineConfig(num_pages=77), LAYOUT, 2048, CPU) == 77
+    assert choose_num_pages(EngineConfig(kv_memory_bytes=10 * LAYOUT.page_bytes), LAYOUT, 2048, CPU) == 10
+
+
+def test_the_pool_is_no_larger_than_full_sequences_need() -> None:
+    config = EngineConfig(max_num_seqs=4)
+    assert choose_num_pages(config, LAYOUT, 2048, CPU) == 1 + 4 * 2048 // 16
+    assert choose_num_pages(EngineConfig(max_num_seqs=4, max_model_len=100), LAYOUT, 2048, CPU) == 1 + 4 * 7
+    wide = PageLayout(num_layers=80, num_kv_heads=8, head_dim=128, page_size=16)
+    assert choose_num_pages(config, wide, 10**9, CPU) <= CPU_POOL_BYTES // wide.page_bytes
+
+
+def test_the_longest_sequence_fits_the_model_and_the_pool() -> None:
+    assert choose_max_model_len(EngineConfig(), 2048, 1000) == 2048
+    assert choose_max_model_len(EngineConfig(), 2048, 11) == 160
+    with pytest.raises(ConfigError, match="max_model_len 4096 is above the model's 2048 positions"):
+        choose_max_model_len(EngineConfig(max_model_len=4096), 2048, 1000)
+    with pytest.raises(ConfigError, match="max_model_len 200 is above the 160 tokens that a pool of 11 pages holds"):
+        choose_max_model_len(EngineConfig(max_model_len=200), 2048, 11)
+
+
+def test_an_attention_backend_that_cannot_run_here_fails_at_the_start() -> None:
+    assert make_llm(attention_backend="reference").engine.runner.attention_backend == "reference"
+    with pytest.raises(BackendError, match="attention backend 'cutlass' is unknown; use 'auto' or one of triton, reference"):
+        make_llm(attention_backend="cutlass")
