@@ -45,16 +45,7 @@ def case_lines(rows: Sequence[DecodeRow], roof_gbps: float | None) -> list[str]:
     lines = []
     for l2 in dict.fromkeys(row.l2 for row in rows):
         here = [row for row in rows if row.l2 == l2]
-        first = here[0]
-        parts = [f"{first.case:<36} {l2 or '':<4}"]
-        if first.time_us is None:
-            parts.append(f"not measured: {first.note}")
-        else:
-            share = f" {first.gbps / roof_gbps:4.0%}" if first.gbps and roof_gbps else ""
-            parts.append(
-                f"{first.time_us:9.2f} us {(first.gbps or 0) / 1e3:5.2f} TB/s{share} ±{(first.spread or 0) / 2:4.1%} err {first.rel_error or 0:.2%} {first.config or ''}"
-            )
-            parts += [_against(row, first.time_us) for row in here[1:]]
+        parts = [f"{here[0].case:<36} {l2 or '':<4}", _measured(here[0], roof_gbps), *(_against(row, here[0].time_us) for row in here[1:])]
         lines.append(" | ".join(parts))
     return lines
 
@@ -83,8 +74,22 @@ def _compared(rows: Sequence[DecodeRow], title: str, of: tuple[object, ...], bas
     return [f"{title}: geomean {found.geomean - 1:+.2%}, worst {worst - 1:+.1%} ({case}), {found.num_above()} of {len(found.ratios)} above {SLOWER_LIMIT:+.0%}"]
 
 
-def _against(row: DecodeRow, base_us: float) -> str:
+def _measured(row: DecodeRow, roof_gbps: float | None) -> str:
+    if row.time_us is None or row.gbps is None:
+        return f"not measured: {row.note}"
+    text = f"{row.time_us:9.2f} us {row.gbps / 1e3:5.2f} TB/s"
+    if roof_gbps is not None:
+        text += f" {row.gbps / roof_gbps:4.0%}"
+    if row.spread is not None:
+        text += f" ±{row.spread / 2:4.1%}"
+    if row.rel_error is not None:
+        text += f" err {row.rel_error:.2%}"
+    return f"{text} {row.config or ''}".rstrip()
+
+
+def _against(row: DecodeRow, base_us: float | None) -> str:
     name = row.backend if row.mask_unowned_kv is None else ("again" if row.repeat else "unmasked")
     if row.time_us is None:
         return f"{name} not measured: {row.note}"
-    return f"{name} {row.time_us:.2f} us ({row.time_us / base_us - 1:+.1%})"
+    change = f" ({row.time_us / base_us - 1:+.1%})" if base_us is not None else ""
+    return f"{name} {row.time_us:.2f} us{change}"

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -56,9 +57,14 @@ def environment(device: torch.device, commit: str | None = None) -> Environment:
 
 def write_rows(path: Path, rows: Iterable[DecodeRow], env: Environment) -> None:
     """Append rows to a JSONL file, each with its environment."""
+    append_jsonl(path, (asdict(row) | asdict(env) for row in rows))
+
+
+def append_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Append one line per row; makes the folder where it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.writelines(json.dumps(asdict(row) | asdict(env)) + "\n" for row in rows)
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def check_writable(path: Path) -> None:

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from atoll.cli.base import EXIT_FOUND, fail, torch_device, write_json
+from atoll.cli.base import EXIT_FOUND, fail, stderr_console, torch_device, write_json
+from atoll.config import make_engine_config
+from atoll.errors import ConfigError
 
 if TYPE_CHECKING:
     from atoll.bench.decode import DecodeBenchOptions, DecodeReport
@@ -101,3 +103,55 @@ def _keep(rows: "list[DecodeRow]", options: "DecodeBenchOptions", out: Path | No
     if as_json:
         for row in rows:
             write_json(asdict(row) | asdict(env))
+
+
+@bench_app.command("engine")
+def bench_engine(
+    model: Annotated[str, typer.Option(help="'smollm2', a Hugging Face folder, or a .gguf file.")] = "smollm2",
+    batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated; the first is compared with transformers if it is 1.")] = "1,16",
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 32,
+    new_tokens: Annotated[int, typer.Option(help="Tokens generated per sequence.", min=2)] = 64,
+    rounds: Annotated[int, typer.Option(help="Measured rounds; the median counts.", min=1)] = 5,
+    peer: Annotated[bool, typer.Option("--transformers/--no-transformers", help="Time transformers' generate beside, batch 1.")] = True,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16; the same on both sides.")] = "auto",
+    kv_format: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Append rows to this JSONL file.", show_default=False)] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to note in rows.", show_default="the checkout's")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON lines on stdout.")] = False,
+) -> None:
+    """Time the whole engine's decode: tokens per second by batch size, interleaved with transformers on the same weights."""
+    sizes = _batches(batches)
+    make_engine_config({"device": device, "dtype": dtype, "kv_format": kv_format})
+    from dataclasses import asdict
+
+    from rich.progress import Progress
+
+    from atoll.bench.engine import EngineBenchOptions, report_lines, run_engine
+    from atoll.bench.rows import append_jsonl, check_writable, environment
+    from atoll.engine.build import choose_dtype
+
+    target = torch_device(device)
+    if out is not None:
+        check_writable(out)
+    options = EngineBenchOptions(model, sizes, prompt_tokens, new_tokens, rounds, peer and sizes[0] == 1, target, choose_dtype(dtype), kv_format)
+    console = stderr_console()
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("rounds", total=rounds + 1)
+        rows = run_engine(options, on_round=lambda done: progress.update(task, completed=done + 1))
+    env = environment(target, commit)
+    found = [asdict(row) | {"median_tokens_per_s": row.median, "spread": row.spread} | asdict(env) for row in rows]
+    if out is not None:
+        append_jsonl(out, found)
+    if as_json:
+        for one in found:
+            write_json(one)
+    for line in report_lines(rows):
+        typer.echo(line, err=as_json)
+
+
+def _batches(given: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(f"--batches {given!r} is not a list of positive numbers; write for example 1,16")
+    return tuple(int(part) for part in parts)
