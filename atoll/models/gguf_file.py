@@ -6,6 +6,7 @@ Source: the GGUF specification, versions 2 and 3, little-endian.
 """
 
 import importlib
+import math
 import mmap
 import struct
 from collections.abc import Collection
@@ -59,7 +60,7 @@ class GGUFFile:
         for _ in range(num_keys):
             key = header.string()
             self.metadata[key] = header.value(header.scalar("I"))
-        if self.metadata.get("split.count", 1) > 1:
+        if self.metadata.get("split.count", 1) not in (0, 1):
             raise ModelError(f"{path} is one of {self.metadata['split.count']} parts; merge them into one file first (llama-gguf-split --merge)")
         self.tensors = self._read_tensor_table(header, num_tensors)
 
@@ -84,6 +85,8 @@ class GGUFFile:
             sizes = header.numbers("Q", header.scalar("I"))  # innermost first
             rows.append((name, tuple(reversed(sizes)), header.scalar("I"), header.scalar("Q")))
         alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ModelError(f"{self.path} gives general.alignment = {alignment!r}; it must be a positive number of bytes, the file is damaged")
         data_start = -(-header.position // alignment) * alignment
         tensors = {}
         for name, shape, quant_type, offset in rows:
@@ -101,7 +104,7 @@ class GGUFFile:
         block, block_bytes = sizes[quant_type]  # elements, bytes
         if not shape or shape[-1] % block:
             raise ModelError(f"{self.path}: tensor {name} has rows of {shape[-1:]} elements, its format packs {block} at a time; the file is damaged")
-        return int(np.prod(shape, dtype=np.int64)) // block * block_bytes
+        return math.prod(shape) // block * block_bytes
 
 
 class _Cursor:

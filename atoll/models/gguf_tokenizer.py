@@ -40,13 +40,10 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], eos_token_ids: tuple[int, .
     builders = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
     if kind not in builders:
         raise ModelError(f"{path} holds a tokenizer of kind {kind!r}; supported: {', '.join(builders)}")
-    keys = ("tokens", "token_type", "merges" if kind == "gpt2" else "scores")
-    absent = [key for key in keys if f"tokenizer.ggml.{key}" not in metadata]
-    if absent:
-        raise ModelError(f"{path} has no metadata tokenizer.ggml.{absent[0]}; the file is damaged or holds no tokenizer")
+    _check_list(metadata, path, "tokens", str)
+    _check_list(metadata, path, "token_type", int)
+    _check_list(metadata, path, *(("merges", str) if kind == "gpt2" else ("scores", float)))
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
-    if len(types) != len(tokens):
-        raise ModelError(f"{path} has {len(tokens)} tokens but {len(types)} token types; the file is damaged")
     backend = builders[kind](metadata, path)
     special = [AddedToken(token, special=True, normalized=False) for token, type_ in zip(tokens, types, strict=True) if type_ in (_UNKNOWN, _CONTROL)]
     backend.add_special_tokens(special)
@@ -55,7 +52,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], eos_token_ids: tuple[int, .
     # llama.cpp's default where the file is silent: SentencePiece models begin with BOS.
     if names["bos"] is not None and metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"):
         bos = (names["bos"], tokens.index(names["bos"]))
-        backend.post_processor = processors.TemplateProcessing(single=f"{bos[0]} $A", pair=f"{bos[0]} $A $B", special_tokens=[bos])
+        backend.post_processor = processors.TemplateProcessing(single=[bos[0], "$A"], pair=[bos[0], "$A", "$B"], special_tokens=[bos])
     roles = {f"{role}_token": name for role, name in names.items() if name is not None}
     return Tokenizer(backend, eos_token_ids, roles, metadata.get("tokenizer.chat_template"))
 
@@ -65,11 +62,18 @@ def _byte_level_bpe(metadata: Mapping[str, Any], path: str) -> Backend:
     if pre not in PRE_TOKENIZERS:
         raise ModelError(f"{path} names the pre-tokenizer {pre!r}; supported: {', '.join(PRE_TOKENIZERS)}")
     vocab = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    merges = [_split_merge(merge, vocab, path) for merge in metadata["tokenizer.ggml.merges"]]
     backend = Backend(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
     backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _split_merge(merge: str, vocab: Mapping[str, int], path: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    if left not in vocab or right not in vocab or left + right not in vocab:
+        raise ModelError(f"{path}: tokenizer.ggml.merges joins {merge!r}, of which a part or the result is no token; the file is damaged")
+    return left, right
 
 
 def _sentencepiece_bpe(metadata: Mapping[str, Any], path: str) -> Backend:
@@ -99,11 +103,21 @@ def _merges_from_scores(vocab: Mapping[str, int], scores: list[float]) -> list[t
     return [(left, right) for *_, left, right in merges]
 
 
+def _check_list(metadata: Mapping[str, Any], path: str, key: str, item: type) -> None:
+    """Raise ModelError unless the key holds a list of such items; all but the merges have one for each token."""
+    values = metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(values, list) or not all(isinstance(value, item) for value in values):
+        raise ModelError(f"{path} has no metadata tokenizer.ggml.{key}, a list of {item.__name__}; the file is damaged or holds no tokenizer")
+    num_tokens = len(metadata["tokenizer.ggml.tokens"])
+    if key != "merges" and len(values) != num_tokens:
+        raise ModelError(f"{path} has {num_tokens} tokens but {len(values)} items in tokenizer.ggml.{key}; the file is damaged")
+
+
 def _token_of(metadata: Mapping[str, Any], key: str, path: str) -> str | None:
     """The token that a metadata id names; None where the file names none."""
     token_id, tokens = metadata.get(f"tokenizer.ggml.{key}"), metadata["tokenizer.ggml.tokens"]
     if token_id is None:
         return None
-    if not 0 <= token_id < len(tokens):
+    if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
         raise ModelError(f"{path}: tokenizer.ggml.{key} is {token_id}, the vocabulary has {len(tokens)} tokens; the file is damaged")
     return tokens[token_id]

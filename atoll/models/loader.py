@@ -134,7 +134,7 @@ def _open_gguf(path: Path) -> tuple[ModelConfig, WeightSource, Tokenizer]:
 
 
 def _check_supported(model_type: object, path: Path) -> None:
-    if model_type not in MODELS:
+    if not isinstance(model_type, str) or model_type not in MODELS:
         raise ModelError(f"{path} is of model type {model_type!r}, which is not supported; supported: {', '.join(MODELS)}")
 
 

@@ -1,5 +1,6 @@
 """What a model's config says, in one vocabulary, whether it came from a Hugging Face folder or from GGUF metadata."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -48,11 +49,6 @@ class ModelConfig:
     window: int | None = None  # keys a query sees, itself included; None: all
 
     def __post_init__(self) -> None:
-        counts = ("num_layers", "hidden_size", "intermediate_size", "num_q_heads", "num_kv_heads", "head_dim", "vocab_size", "max_position")
-        for name in counts:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ModelError(f"the model's config gives {name} = {value!r}; it must be a whole number of at least 1")
         if self.num_q_heads % self.num_kv_heads:
             raise ModelError(f"the model's config gives {self.num_q_heads} query heads for {self.num_kv_heads} KV heads; it must be a multiple")
         if self.head_dim % 2:
@@ -61,78 +57,84 @@ class ModelConfig:
 
 def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """From the contents of config.json and, where there is one, generation_config.json."""
-    model_type = config.get("model_type")
-    given = {**_HF_DEFAULTS.get(str(model_type), {}), **config}
+    model_type = str(config.get("model_type"))
+    # A null is as good as a key left out: Hugging Face writes both.
+    given = _HF_DEFAULTS.get(model_type, {}) | {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
     _refuse_hf(given)
-    num_q_heads = _need(given, "num_attention_heads")
-    hidden_size = _need(given, "hidden_size")
-    rope = given.get("rope_parameters") or {**(given.get("rope_scaling") or {}), "rope_theta": given.get("rope_theta")}
+    num_q_heads = _count(given, "num_attention_heads")
+    hidden_size = _count(given, "hidden_size")
+    rope = given.get("rope_parameters") or (given.get("rope_scaling") or {}) | {"rope_theta": given.get("rope_theta", 10000.0)}
     return ModelConfig(
-        model_type=str(model_type),
-        num_layers=_need(given, "num_hidden_layers"),
+        model_type=model_type,
+        num_layers=_count(given, "num_hidden_layers"),
         hidden_size=hidden_size,
-        intermediate_size=_need(given, "intermediate_size"),
+        intermediate_size=_count(given, "intermediate_size"),
         num_q_heads=num_q_heads,
-        num_kv_heads=given.get("num_key_value_heads") or num_q_heads,
-        head_dim=given.get("head_dim") or hidden_size // num_q_heads,
-        vocab_size=_need(given, "vocab_size"),
-        max_position=given["max_position_embeddings"],
-        rope_theta=float(rope.get("rope_theta") or 10000.0),
-        rms_eps=given["rms_norm_eps"],
+        num_kv_heads=_count(given, "num_key_value_heads", num_q_heads),
+        head_dim=_count(given, "head_dim", hidden_size // num_q_heads),
+        vocab_size=_count(given, "vocab_size"),
+        max_position=_count(given, "max_position_embeddings"),
+        rope_theta=_number(rope, "rope_theta", 10000.0),
+        rms_eps=_number(given, "rms_norm_eps"),
         tie_embeddings=bool(given.get("tie_word_embeddings", False)),
         eos_token_ids=_merge_ids((generation or {}).get("eos_token_id"), given.get("eos_token_id")),
         rope_scaling=_hf_rope_scaling(rope),
-        window=given.get("sliding_window"),
+        window=None if given.get("sliding_window") is None else _count(given, "sliding_window"),
     )
 
 
 def config_from_gguf(metadata: Mapping[str, Any], *, vocab_size: int, tie_embeddings: bool, rope_factors: tuple[float, ...] = ()) -> ModelConfig:
     """From a GGUF file's metadata and the three facts that only its tensors tell."""
-    arch = metadata.get("general.architecture")
-
-    def get(key: str, default: Any = None) -> Any:
-        return metadata.get(f"{arch}.{key}", default)
-
-    def need(key: str) -> Any:
-        return _need(metadata, f"{arch}.{key}")
-
-    if get("expert_count", 0):
-        raise ModelError(f"the GGUF file holds {get('expert_count')} experts per layer; mixtures of experts are not supported, dense models are")
-    num_q_heads = need("attention.head_count")
-    hidden_size = need("embedding_length")
-    head_dim = get("attention.key_length") or hidden_size // num_q_heads
-    if get("rope.dimension_count", head_dim) != head_dim:
-        raise ModelError(f"the GGUF file rotates {get('rope.dimension_count')} of {head_dim} head dimensions; partial rotary embedding is not supported")
+    model_type = str(metadata.get("general.architecture"))
+    given = {key.removeprefix(model_type + "."): value for key, value in metadata.items() if key.startswith(model_type + ".")}
+    if given.get("expert_count"):
+        raise ModelError(f"the GGUF file holds {given['expert_count']} experts per layer; mixtures of experts are not supported, dense models are")
+    num_q_heads = _count(given, "attention.head_count")
+    hidden_size = _count(given, "embedding_length")
+    head_dim = _count(given, "attention.key_length", hidden_size // num_q_heads)
+    if given.get("rope.dimension_count", head_dim) != head_dim:
+        raise ModelError(f"the GGUF file rotates {given['rope.dimension_count']} of {head_dim} head dimensions; all or none is supported")
     return ModelConfig(
-        model_type=str(arch),
-        num_layers=need("block_count"),
+        model_type=model_type,
+        num_layers=_count(given, "block_count"),
         hidden_size=hidden_size,
-        intermediate_size=need("feed_forward_length"),
+        intermediate_size=_count(given, "feed_forward_length"),
         num_q_heads=num_q_heads,
-        num_kv_heads=get("attention.head_count_kv") or num_q_heads,
+        num_kv_heads=_count(given, "attention.head_count_kv", num_q_heads),
         head_dim=head_dim,
         vocab_size=vocab_size,
-        max_position=need("context_length"),
-        rope_theta=float(get("rope.freq_base", 10000.0)),
-        rms_eps=need("attention.layer_norm_rms_epsilon"),
+        max_position=_count(given, "context_length"),
+        rope_theta=_number(given, "rope.freq_base", 10000.0),
+        rms_eps=_number(given, "attention.layer_norm_rms_epsilon"),
         tie_embeddings=tie_embeddings,
         eos_token_ids=_merge_ids(metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")),
-        rope_scaling=_gguf_rope_scaling(get("rope.scaling.type", "none"), get("rope.scaling.factor", 1.0), rope_factors),
-        window=get("attention.sliding_window") or None,
+        rope_scaling=_gguf_rope_scaling(given, rope_factors, head_dim),
+        window=_count(given, "attention.sliding_window") if given.get("attention.sliding_window") else None,
     )
 
 
-def _need(given: Mapping[str, Any], key: str) -> Any:
-    if given.get(key) is None:
+def _count(given: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = given.get(key, default)
+    if value is None:
         raise ModelError(f"the model's config has no {key!r}; it is needed, so the file is damaged or of another format")
-    return given[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"the model's config gives {key} = {value!r}; it must be a whole number of at least 1")
+    return value
+
+
+def _number(given: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = given.get(key, default)
+    if value is None:
+        raise ModelError(f"the model's config has no {key!r}; it is needed, so the file is damaged or of another format")
+    if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ModelError(f"the model's config gives {key} = {value!r}; it must be a positive number")
+    return float(value)
 
 
 def _refuse_hf(given: Mapping[str, Any]) -> None:
     """Raise for what would load and compute something else than the model."""
     if given.get("quantization_config"):
-        method = given["quantization_config"].get("quant_method", "unnamed")
-        raise ModelError(f"the checkpoint is quantized ({method}); use an unquantized safetensors folder, or a GGUF file")
+        raise ModelError(f"the checkpoint is quantized ({given['quantization_config']}); use an unquantized safetensors folder, or a GGUF file")
     if given.get("hidden_act", "silu") != "silu":
         raise ModelError(f"the model's config gives hidden_act {given['hidden_act']!r}; only 'silu' is supported")
     for key in ("attention_bias", "mlp_bias"):
@@ -147,28 +149,31 @@ def _hf_rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind == "linear":
-        return RopeScaling("linear", factor=float(_need(rope, "factor")))
+        return RopeScaling("linear", factor=_number(rope, "factor"))
+    low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
+    if low >= high:
+        raise ModelError(f"rope scaling has low_freq_factor {low} and high_freq_factor {high}; the second must be greater")
     return RopeScaling(
-        "llama3",
-        factor=float(_need(rope, "factor")),
-        low_freq_factor=float(_need(rope, "low_freq_factor")),
-        high_freq_factor=float(_need(rope, "high_freq_factor")),
-        original_max_position=int(_need(rope, "original_max_position_embeddings")),
+        "llama3", _number(rope, "factor"), low_freq_factor=low, high_freq_factor=high, original_max_position=_count(rope, "original_max_position_embeddings")
     )
 
 
-def _gguf_rope_scaling(kind: str, factor: float, factors: tuple[float, ...]) -> RopeScaling | None:
+def _gguf_rope_scaling(given: Mapping[str, Any], factors: tuple[float, ...], head_dim: int) -> RopeScaling | None:
     if factors:
+        if len(factors) != head_dim // 2:
+            raise ModelError(f"rope_freqs.weight has {len(factors)} factors, head_dim {head_dim} has {head_dim // 2} frequencies; the file is damaged")
         return RopeScaling("factors", factors=factors)
+    kind = given.get("rope.scaling.type", "none")
     if kind == "linear":
-        return RopeScaling("linear", factor=float(factor))
+        return RopeScaling("linear", factor=_number(given, "rope.scaling.factor"))
     if kind != "none":
         raise ModelError(f"rope scaling {kind!r} of the GGUF file is not supported; supported: none, linear, rope_freqs.weight")
     return None
 
 
-def _merge_ids(*given: int | list[int] | None) -> tuple[int, ...]:
-    ids: list[int] = []
-    for item in given:
-        ids += [item] if isinstance(item, int) else (item or [])
+def _merge_ids(*given: Any) -> tuple[int, ...]:
+    ids = [token_id for item in given for token_id in (item if isinstance(item, list) else [item]) if token_id is not None]
+    wrong = [token_id for token_id in ids if not isinstance(token_id, int)]
+    if wrong:
+        raise ModelError(f"the model's config gives eos_token_id = {wrong[0]!r}; it must be a token id or a list of them")
     return tuple(dict.fromkeys(ids))
