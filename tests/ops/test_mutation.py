@@ -1,0 +1,145 @@
+"""Negative controls: each protection of the decode backends is taken out of the source, and the probe must turn red."""
+
+import re
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from atoll.ops.attention import DecodeConfig, DecodeSpec
+from atoll.probe import Case, CaseReport
+from tests.kit.interpreter import InterpreterPool
+from tests.kit.mutation import OPS, Edit, mutated_source, probe_mutation, tags
+
+TAGGED_FILES = ("triton_decode.py", "combine.py")
+
+ONE_SPLIT = DecodeConfig(tile=32, num_splits=1)
+THREE_SPLITS = DecodeConfig(tile=16, num_splits=3)
+
+
+def spec(kv_format: str = "bf16", **options: object) -> DecodeSpec:
+    shape = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 32, "page_size": 16} | options
+    return DecodeSpec(kv_format=kv_format, **shape)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A protection taken out: what the probe then says of a case chosen to need it."""
+
+    name: str
+    file: str
+    edits: tuple[Edit, ...]
+    case: Case
+    finds: str  # a status of CaseReport
+    fill: str = "nan"
+    config: DecodeConfig | None = ONE_SPLIT
+
+
+def tagged(tag: str, old: str, new: str, case: Case, finds: str = "leak", *, file: str = "triton_decode.py", why: str = "", **rest: object) -> Mutation:
+    return Mutation(f"{tag} {why}".strip(), file, (Edit(old, new, tag),), case, finds, **rest)  # type: ignore[arg-type]
+
+
+PLAIN = Case(spec(), (1, 17, 40))
+DRAFTS = Case(spec(query_len=3, window=20), (2, 17, 50))
+SCALED_DRAFTS = Case(spec("fp8_token", query_len=3), (3, 17, 50))
+
+TRITON = [
+    tagged("rows", "(o_row < common_hi)", "(o_row >= 0)", PLAIN, why="right edge"),
+    tagged("rows", "(o_row >= common_lo)", "(o_row >= 0)", Case(spec(window=20), (1, 17, 50)), why="left edge"),
+    # K and V loads are masked apart; the scale of a key is loaded at whatever page the table names.
+    tagged("table", "(o_page * S < seq_len)", "(o_page >= 0)", Case(spec("fp8_token"), (1, 17, 40)), "out of range", why="right edge"),
+    tagged(
+        "table",
+        "(o_page * S + S > window_start)",
+        "(o_page >= 0)",
+        Case(spec("fp8_token", window=8, page_size=8), (40, 60, 61)),
+        "out of range",
+        why="left edge",
+    ),
+    tagged("partly seen rows", "o_row < seq_len", "o_row >= 0", Case(spec(query_len=3, window=20, causal=False), (3, 17, 50)), "out of range"),
+    tagged("values", "mask=m_rows[:, None], other=0.0", "", PLAIN),
+    tagged("values", "mask=m_rows[:, None], other=0.0", "", DRAFTS, why="left of a window"),
+    tagged("transposed values", "mask=m_rows[None, :], other=0.0", "", Case(spec(v_layout="transposed"), (1, 17, 40))),
+    tagged("scores", 'tl.where(m_seen, b_s, float("-inf"))', "b_s", Case(spec("fp8_token"), (1, 17, 40))),
+    tagged("scores", 'float("-inf")', "-1.0e30", Case(spec(query_len=3), (1, 2, 17)), "wrong", why="finite sentinel"),
+    tagged("value scales", "mask=m_rows, other=0.0", "", Case(spec("fp8_token"), (1, 17, 40)), fill="max"),
+    tagged("seen scales", "tl.where(m_seen, b_p, 0.0)", "b_p", SCALED_DRAFTS, "control"),
+    tagged("partly seen values", "tl.where(m_v[:, None], b_v, 0.0)", "b_v", DRAFTS, "control"),
+    tagged("splits", "o_s < num_used", "o_s >= 0", Case(spec(), (1, 17, 40)), file="combine.py", config=DecodeConfig(tile=16, num_splits=64)),
+]
+
+# The reference slices, so that it has no line to take out: these shift a slice by one row.
+REFERENCE = [
+    Mutation(
+        "reference, right edge",
+        "reference.py",
+        (Edit("seq_lens = plan.seq_lens.tolist()", "seq_lens = [n + 1 for n in plan.seq_lens.tolist()]"),),
+        Case(spec(), (1, 17, 40)),
+        "leak",
+    ),
+    Mutation(
+        "reference, left edge",
+        "reference.py",
+        (
+            Edit("spec.window_start(seq_len) for seq_len", "max(0, spec.window_start(seq_len) - 1) for seq_len"),
+            Edit("max(0, position - spec.window + 1)", "max(0, position - spec.window)"),
+        ),
+        Case(spec(window=20), (17, 50)),
+        "leak",
+    ),
+    Mutation(
+        "reference, empty rows",
+        "reference.py",
+        (Edit("b_out = torch.zeros_like(scaled_q)", "b_out = out.float().view(scaled_q.shape)"),),
+        Case(spec(query_len=3), (0, 1, 17)),
+        "leak",
+    ),
+]
+
+
+def check_found(report: CaseReport, mutation: Mutation) -> None:
+    assert report.status == mutation.finds, f"{mutation.name}: {report}"
+
+
+@pytest.fixture(scope="module")
+def mutated(interpreter: InterpreterPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[CaseReport]]:
+    def probe(mutation: Mutation) -> Future[CaseReport]:
+        directory = tmp_path_factory.mktemp(re.sub(r"\W+", "_", mutation.name))
+        return interpreter.submit(probe_mutation, "triton", mutation.file, mutation.edits, mutation.case, mutation.config, (mutation.fill,), directory)
+
+    return {mutation.name: probe(mutation) for mutation in TRITON}
+
+
+@pytest.mark.parametrize("mutation", TRITON, ids=lambda mutation: mutation.name)
+def test_taking_out_a_protection_of_the_triton_kernel_is_seen(mutation: Mutation, mutated: dict[str, Future[CaseReport]]) -> None:
+    check_found(mutated[mutation.name].result(), mutation)
+
+
+@pytest.mark.parametrize("mutation", REFERENCE, ids=lambda mutation: mutation.name)
+def test_taking_out_a_protection_of_the_reference_is_seen(mutation: Mutation, tmp_path: Path) -> None:
+    check_found(probe_mutation("reference", mutation.file, mutation.edits, mutation.case, None, (mutation.fill,), tmp_path), mutation)
+
+
+def test_every_case_here_is_clean_without_its_mutation(interpreter: InterpreterPool, tmp_path: Path) -> None:
+    distinct = {(mutation.case.name, mutation.case.seq_lens, mutation.fill, mutation.config): mutation for mutation in TRITON}
+    reports = []
+    for i, m in enumerate(distinct.values()):
+        directory = tmp_path / str(i)
+        directory.mkdir()
+        reports.append(interpreter.submit(probe_mutation, "triton", "triton_decode.py", (), m.case, m.config, (m.fill,), directory))
+    assert [report.result().status for report in reports] == ["clean"] * len(reports)
+
+
+@pytest.mark.parametrize("file", TAGGED_FILES)
+def test_every_tagged_protection_has_a_mutation(file: str) -> None:
+    assert tags(file) == {edit.tag for mutation in TRITON if mutation.file == file for edit in mutation.edits}
+
+
+def test_no_other_file_is_tagged() -> None:
+    assert {path.name for path in OPS.glob("*.py") if tags(path.name)} == set(TAGGED_FILES)
+
+
+def test_an_edit_that_fits_no_line_is_refused() -> None:
+    with pytest.raises(AssertionError, match="adapt the table"):
+        mutated_source("combine.py", [Edit("no such text", "", "splits")])
