@@ -1,6 +1,7 @@
 """Llama, Mistral and SmolLM2 against transformers: the same logits from the same checkpoint."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def run(loaded: LoadedModel, tokens: torch.Tensor, *cuts: int) -> torch.Tensor:
     """Logits of every position; the tokens are fed in pieces that end at `cuts`."""
     attend = DenseAttention(loaded.config.window)
     bounds = [0, *cuts, len(tokens)]
-    hidden = [loaded.model.forward(tokens[a:b], torch.arange(a, b), attend) for a, b in zip(bounds, bounds[1:], strict=False)]
+    hidden = [loaded.model.forward(tokens[a:b], torch.arange(a, b), attend) for a, b in pairwise(bounds)]
     return loaded.model.logits(torch.cat(hidden))
 
 
