@@ -4,7 +4,6 @@ from atoll.probe.adapters import ADAPTERS, Adapter, BackendAdapter, Run, get_ada
 from atoll.probe.cases import Case, DecodeProblem, hostile_lengths, make_problem
 from atoll.probe.kernels import CaseReport, Leak, probe_backend, probe_case, summary_rows
 from atoll.probe.matrix import matrix
-from atoll.probe.parallel import probe_in_processes
 from atoll.probe.poison import FILLS
 
 __all__ = [
@@ -24,6 +23,5 @@ __all__ = [
     "matrix",
     "probe_backend",
     "probe_case",
-    "probe_in_processes",
     "summary_rows",
 ]
