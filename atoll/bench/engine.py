@@ -139,8 +139,14 @@ def _load_peer(name: str, loaded: LoadedModel, device: torch.device) -> Any:
             f"transformers loads {path.name} only with the package accelerate, which is missing; pip install accelerate, or leave transformers out"
         )
     transformers.utils.logging.disable_progress_bar()
-    where = {"pretrained_model_name_or_path": str(path)} if path.is_dir() else {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    peer: Any = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=loaded.model.dtype)
+    if path.is_dir():
+        peer: Any = transformers.AutoModelForCausalLM.from_pretrained(str(path), dtype=loaded.model.dtype)
+    else:
+        options: dict[str, Any] = {"gguf_file": path.name, "dtype": loaded.model.dtype}
+        if hasattr(transformers, "GgufConfig"):
+            # Newer versions keep the weights packed, and then compute in another dtype than ours.
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        peer = transformers.AutoModelForCausalLM.from_pretrained(str(path.parent), **options)
     return peer.to(device).eval()
 
 
