@@ -3,10 +3,8 @@
 Each worker launches every variant once on a batch of empty sequences: compilation follows the spec, the tuning and the strides, never the lengths.
 """
 
-import multiprocessing
 import os
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +14,8 @@ from triton.runtime.errors import OutOfResources
 from atoll.bench.shapes import DecodeShape
 from atoll.bench.workload import page_layout
 from atoll.ops.attention import BatchShape, DecodeConfig, choose_backend, decode_attention, plan_decode
+from atoll.probe.parallel import MAX_PROCESSES, process_pool
 
-MAX_JOBS = 16
 _POOL_PAGES = 2
 
 
@@ -47,12 +45,11 @@ def default_config(shape: DecodeShape, device: torch.device, backend: str, *, ma
 def compile_variants(variants: Iterable[Variant], *, jobs: int | None = None) -> dict[Variant, str]:
     """Build all variants on the current GPU; returns those that do not fit the device, with the reason."""
     unique = list({variant.key(): variant for variant in variants}.values())
-    jobs = min(jobs or MAX_JOBS, os.cpu_count() or 1, len(unique))
+    jobs = min(jobs or MAX_PROCESSES, os.cpu_count() or 1, len(unique))
     if jobs <= 1:
         reasons = [_build(variant) for variant in unique]
     else:
-        # spawn: a forked process cannot use the parent's CUDA context
-        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with process_pool(jobs) as pool:
             reasons = list(pool.map(_build, unique))
     return {variant: reason for variant, reason in zip(unique, reasons, strict=True) if reason is not None}
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import torch
@@ -92,8 +92,11 @@ def run_decode(options: DecodeBenchOptions, on_case: Callable[[list[DecodeRow]],
 
 
 def config_name(config: DecodeConfig) -> str:
-    """Short, for tables: tile, splits, warps, stages."""
-    return f"t{config.tile}.ns{config.num_splits}.w{config.num_warps}.s{config.num_stages}"
+    """Short, for tables: tile, splits, warps, stages, then whatever else is not as usual."""
+    usual = DecodeConfig()
+    rest = [f.name for f in fields(config) if f.name not in ("tile", "num_splits", "num_warps", "num_stages")]
+    unusual = [f".{name}={getattr(config, name)}" for name in rest if getattr(config, name) != getattr(usual, name)]
+    return f"t{config.tile}.ns{config.num_splits}.w{config.num_warps}.s{config.num_stages}{''.join(unusual)}"
 
 
 def _flags(options: DecodeBenchOptions) -> tuple[bool, ...]:

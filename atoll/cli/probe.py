@@ -1,12 +1,14 @@
 """`atoll probe`: the ownership promise, tried on decode kernels and on a whole engine."""
 
+import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from atoll.cli.base import EXIT_ERROR, EXIT_FOUND, fail, stderr_console, stdout_console, torch_device, write_json
+from atoll.config import make_engine_config
 from atoll.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
     from atoll.probe import CaseReport
     from atoll.probe.cases import Case
 
-MAX_JOBS = 16
 SHOWN_FAULTS = 20
 
 probe_app = typer.Typer(no_args_is_help=True, help="Try the promise that output depends on owned rows only.")
@@ -45,9 +46,11 @@ def probe_kernels(
     target = torch_device(device)
     cases = _cases(matrix, name_filter, mask_unowned_kv=mask_unowned_kv, short=_interpreted())
     chosen_fills = _fills(fills)
-    num_jobs = min(len(cases), jobs or (min(MAX_JOBS, os.cpu_count() or 1) if target.type == "cuda" else 1))
-    work = [_Work(name, case, target, chosen_fills, tolerance) for case in cases]
-    reports = _run(work, num_jobs)
+    from atoll.probe.parallel import MAX_PROCESSES, probe_by_name
+
+    num_jobs = min(len(cases), jobs or (min(MAX_PROCESSES, os.cpu_count() or 1) if target.type == "cuda" else 1))
+    probe = functools.partial(probe_by_name, name, device=str(target), fills=chosen_fills, tolerance=tolerance)
+    reports = _run(probe, cases, num_jobs)
     counts = {status: sum(report.status == status for report in reports) for status in ("clean", "leak", "wrong", "control", "refused")}
     if as_json:
         _write_json(reports, counts, name, target)
@@ -91,49 +94,32 @@ def _fills(given: str | None) -> tuple[str, ...]:
     return chosen
 
 
-class _Work:
-    """One case for one process; picklable."""
-
-    def __init__(self, name: str, case: "Case", device: "torch.device", fills: Sequence[str], tolerance: float) -> None:
-        self.name, self.case, self.device, self.fills, self.tolerance = name, case, device, fills, tolerance
-
-    def __call__(self) -> "CaseReport":
-        from atoll.probe import get_adapter, probe_case
-
-        return probe_case(get_adapter(self.name), self.case, device=self.device, fills=self.fills, tolerance=self.tolerance)
-
-
-def _call(work: _Work) -> "CaseReport":
-    return work()
-
-
-def _run(work: list[_Work], num_jobs: int) -> "list[CaseReport]":
+def _run(probe: "Callable[[Case], CaseReport]", cases: "list[Case]", num_jobs: int) -> "list[CaseReport]":
     """All reports in order, with a progress bar on a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     console = stderr_console()
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    reports = []
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(work))
-        reports = []
-        for report in _reports(work, num_jobs):
+        task = progress.add_task("", total=len(cases))
+        for report in _reports(probe, cases, num_jobs):
             reports.append(report)
             progress.update(task, advance=1, description=report.case)
     return reports
 
 
-def _reports(work: list[_Work], num_jobs: int) -> "Iterator[CaseReport]":
+def _reports(probe: "Callable[[Case], CaseReport]", cases: "list[Case]", num_jobs: int) -> "Iterator[CaseReport]":
     if num_jobs == 1:
-        yield from map(_call, work)
+        yield from map(probe, cases)
         return
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
+    from atoll.probe.parallel import process_pool
 
-    # On a GPU nearly all of the time is compilation, one kernel per case. spawn: a forked process cannot use the parent's CUDA context.
-    pool = ProcessPoolExecutor(num_jobs, mp_context=multiprocessing.get_context("spawn"))
+    pool = process_pool(num_jobs)
     try:
-        yield from pool.map(_call, work)
+        yield from pool.map(probe, cases)
     finally:
+        # An interrupt does not wait for the cases that have not begun.
         pool.shutdown(cancel_futures=True)
 
 
@@ -152,12 +138,14 @@ def _print(reports: "list[CaseReport]", counts: dict[str, int], fills: Sequence[
 
     console = stdout_console()
     if counts["leak"]:
-        console.print(_leak_table(reports, fills, name))
+        console.print(f"what leaks through {name}, by place and fill: cases (rows of out or lse in the worst one)", highlight=False)
+        console.print(_leak_table(reports, fills))
     faults = [row for row in summary_rows(reports) if row["status"] != "leak"]
     if faults:
-        table = Table("case", "status", "place", "detail", title="what else was found", title_justify="left")
+        table = Table("case", "status", "place", "detail")
         for row in faults[:SHOWN_FAULTS]:
             table.add_row(*(str(row.get(column, "")) for column in ("case", "status", "place", "detail")))
+        console.print("what else was found", highlight=False)
         console.print(table)
         if len(faults) > SHOWN_FAULTS:
             console.print(f"... and {len(faults) - SHOWN_FAULTS} more; --json shows all", highlight=False)
@@ -167,17 +155,57 @@ def _print(reports: "list[CaseReport]", counts: dict[str, int], fills: Sequence[
     console.print(f"{name} on {device}: {len(reports)} cases: {told}{error}", highlight=False)
 
 
-def _leak_table(reports: "list[CaseReport]", fills: Sequence[str], name: str) -> object:
+def _leak_table(reports: "list[CaseReport]", fills: Sequence[str]) -> object:
     """Place by fill: in how many cases the output changed, and the rows of it that did in the worst one."""
     from rich.table import Table
 
-    table = Table("place", *fills, title=f"what leaks through {name}: cases (rows of the worst case)", title_justify="left")
-    leaks = [leak for report in reports for leak in report.leaks]
-    for place in dict.fromkeys(leak.place for leak in leaks):
+    table = Table("place", *fills)
+    found = [(report.case, leak) for report in reports for leak in report.leaks]
+    for place in dict.fromkeys(leak.place for _, leak in found):
         cells = []
         for fill in fills:
-            here = [leak for leak in leaks if leak.place == place and leak.fill == fill]
-            worst = max(here, key=lambda leak: leak.rows / leak.total, default=None)
-            cells.append(f"{len(here)} ({worst.rows}/{worst.total})" if worst is not None else "0")
+            here = [(case, leak) for case, leak in found if leak.place == place and leak.fill == fill]
+            worst = max((leak for _, leak in here), key=lambda leak: leak.rows / leak.total, default=None)
+            cells.append(f"{len({case for case, _ in here})} ({worst.rows}/{worst.total})" if worst is not None else "0")
         table.add_row(place, *cells)
     return table
+
+
+@probe_app.command("engine")
+def probe_engine(
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts.", show_default="eight short ones")] = None,
+    model: Annotated[str, typer.Option(help="'smollm2', a Hugging Face folder, or a .gguf file.")] = "smollm2",
+    fill: Annotated[str, typer.Option(help="The poisoned pool's bytes: nan, 0x7f, inf, max, random.")] = "nan",
+    max_tokens: Annotated[int, typer.Option(help="Tokens generated per prompt, at most.", min=1)] = 32,
+    kv_format: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "auto",
+    page_size: Annotated[int, typer.Option(help="Tokens per page, a power of two.")] = 16,
+    attention_backend: Annotated[str, typer.Option(help="auto, triton, reference.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Generate greedily from a zero-filled pool and from a poisoned one: same tokens, or the first difference and exit code 1."""
+    options = {"kv_format": kv_format, "page_size": page_size, "attention_backend": attention_backend, "device": device, "dtype": dtype}
+    make_engine_config(options | {"kv_fill": fill})
+    from dataclasses import asdict
+
+    from atoll.probe import engine
+
+    texts = prompts or list(engine.PROMPTS)
+    with stderr_console().status(f"generating twice with {model}"):
+        report = engine.probe_engine(model, texts, fill=fill, max_tokens=max_tokens, **options)
+    if as_json:
+        write_json(asdict(report) | {"same": report.same})
+    else:
+        for found in report.divergences:
+            typer.echo(
+                f"prompt {found.prompt} {texts[found.prompt]!r} differs from token {found.token} on: {found.clean} with zeros, {found.poisoned} with {fill}"
+            )
+            typer.echo(f"  zero  {found.clean_text!r}\n  {fill:<5} {found.poisoned_text!r}")
+        outcome = "the same tokens" if report.same else f"{len(report.divergences)} prompts differ"
+        typer.echo(
+            f"{model}: {report.prompts} prompts, {report.tokens} tokens, pool filled with zero and with {fill}: {outcome}; "
+            f"largest difference of a logprob {report.max_logprob_difference:.3g}"
+        )
+    if not report.same:
+        raise typer.Exit(EXIT_FOUND)
