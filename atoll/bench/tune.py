@@ -1,7 +1,7 @@
 """`bench decode --tune`: which tuning each case would like best, next to what the backend chooses by itself.
 
-Two passes over all cases, each after one parallel build: first tile, warps and stages at the default number of splits, then the number of splits of the
-best few. A full product would compile ten times as much for little.
+Three passes over all cases, each after one parallel build: tile, warps and stages at the default number of splits; of the best few, the number of splits;
+of the best few of those, one by one, what else can be tuned. A full product would compile a hundred times as much for little.
 """
 
 import math
@@ -25,6 +25,7 @@ WARPS = (4, 8)
 STAGES = (2, 3, 4)
 # Programs in units of the device's multiprocessors.
 WAVES = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+OTHER_FIELDS: dict[str, tuple[object, ...]] = {"peel_above": (0, 2, 4, 8, 1 << 20), "max_registers": (None, 128, 168)}
 SCREEN_ROUNDS = 3
 BEST_KEPT = 2
 
@@ -56,7 +57,7 @@ class Tuned:
 
 
 def run_tune(options: DecodeBenchOptions, on_case: Callable[[Tuned], None] = lambda tuned: None) -> list[Tuned]:
-    """Sweep the tuning of every chosen case, masked, warm L2. Raises ConfigError without a GPU or when no case matches."""
+    """Sweep the tuning of every chosen case, masked, warm L2; `on_case` gets the last pass. Raises ConfigError without a GPU or when no case matches."""
     if options.device.type != "cuda":
         raise ConfigError(f"--tune on {options.device} has no kernel to tune; run it on a GPU")
     shapes = select_shapes(options.shapes, name_filter=options.name_filter, limit=options.limit)
@@ -66,7 +67,8 @@ def run_tune(options: DecodeBenchOptions, on_case: Callable[[Tuned], None] = lam
     all_tuned = [Tuned(shape, default_config(shape, options.device, backend)) for shape in shapes]
     pool = BenchPool(shapes, options.device, seed=options.seed)
     _measure(all_tuned, lambda tuned: _kernel_candidates(tuned.default), pool, backend, options, SCREEN_ROUNDS)
-    _measure(all_tuned, lambda tuned: _split_candidates(tuned, options.device), pool, backend, options, options.rounds, on_case)
+    _measure(all_tuned, lambda tuned: _split_candidates(tuned, options.device), pool, backend, options, SCREEN_ROUNDS)
+    _measure(all_tuned, _other_candidates, pool, backend, options, options.rounds, on_case)
     return all_tuned
 
 
@@ -79,7 +81,10 @@ def _measure(
     rounds: int,
     on_case: Callable[[Tuned], None] = lambda tuned: None,
 ) -> None:
-    """Build every candidate, leave out those that do not fit the device, and time the rest of each case interleaved. Times replace earlier ones."""
+    """Build every candidate, leave out those that do not fit the device, and time the rest of each case interleaved.
+
+    Times replace those of earlier passes: only what was interleaved in one pass is compared.
+    """
     wanted = {tuned.shape: candidates(tuned) for tuned in all_tuned}
     variants = {shape: [Variant(shape, True, config, backend) for config in configs] for shape, configs in wanted.items()}
     refused = {v.key() for v in compile_variants([v for vs in variants.values() for v in vs], jobs=options.jobs)}
@@ -95,7 +100,7 @@ def _measure(
             by_name[config_name(variant.config)] = variant.config
             calls[config_name(variant.config)] = repeat_calls(own, estimate_us(own[0], options.device))
         timings = time_interleaved(calls, options.device, rounds=rounds)
-        tuned.times_us |= {by_name[name]: timing.median_us for name, timing in timings.items()}
+        tuned.times_us = {by_name[name]: timing.median_us for name, timing in timings.items()}
         on_case(tuned)
 
 
@@ -113,4 +118,12 @@ def _split_candidates(tuned: Tuned, device: torch.device) -> list[DecodeConfig]:
         max_splits = math.ceil(tuned.shape.ctx / config.tile)
         counts = {1, config.num_splits, *(int(wave * num_sms / programs) for wave in WAVES)}
         found += [replace(config, num_splits=n) for n in sorted(counts) if 1 <= n <= max_splits]
+    return list(dict.fromkeys(found))
+
+
+def _other_candidates(tuned: Tuned) -> list[DecodeConfig]:
+    found = [tuned.default]
+    for config in sorted(tuned.times_us, key=tuned.times_us.__getitem__)[:BEST_KEPT]:
+        found.append(config)
+        found += [replace(config, **{name: value}) for name, values in OTHER_FIELDS.items() for value in values]  # type: ignore[arg-type]
     return list(dict.fromkeys(found))
