@@ -83,7 +83,7 @@ def load_model(path_or_name: str, *, device: torch.device | str = "cpu", dtype: 
 def default_dtype(device: torch.device | str) -> torch.dtype:
     """bf16 on an accelerator and on a CPU with bf16 instructions, else fp32.
 
-    SmolLM2 on 2 cores of an AMD EPYC (Zen 5, avx512_bf16), torch 2.13: a decode step of 1 row takes bf16 about half of fp32's time (it moves half the bytes).
+    SmolLM2, one decode step on one core of an AMD EPYC (Zen 5, avx512_bf16), torch 2.13, CPU time: bf16 26 ms for 1 row and 47 for 16, fp32 43 and 68.
     Without those instructions bf16 matrix products are emulated, which costs more than it saves.
     """
     if torch.device(device).type != "cpu":

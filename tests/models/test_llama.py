@@ -134,7 +134,7 @@ def test_a_cuda_graph_captures_the_forward(tmp_path: Path, device: torch.device)
     tokens.copy_(TOKENS.flip(0))
     graph.replay()
     assert torch.equal(logits, step())
-    assert relative_error(logits, expected(oracle, tokens)) < 1e-5
+    assert relative_error(logits, expected(oracle, tokens)) < 1e-4  # other kernels than on a CPU, other order of sums
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from atoll.errors import ModelError
 from atoll.models import default_dtype, load_model, resolve_model
 from tests.models.test_llama import edit_config
-from tests.models.tiny import make_folder, make_gguf
+from tests.models.tiny import make_folder
+from tests.models.tiny_gguf import make_gguf
 
 NORM = "model.layers.1.input_layernorm.weight"
 
