@@ -52,7 +52,8 @@ class DecodeReport:
     rows: list[DecodeRow] = field(default_factory=list)
     read_gbps: float | None = None  # of a plain reduction
     gate_failures: list[str] = field(default_factory=list)
-    num_left_out: int = 0  # cases that the time budget left out
+    num_left_out: int = 0  # cases that the time budget or an interrupt left out
+    interrupted: bool = False
 
     @property
     def roof_gbps(self) -> float | None:
@@ -77,15 +78,15 @@ def run_decode(options: DecodeBenchOptions, on_case: Callable[[list[DecodeRow]],
     _compile(chosen, options)
     pool = BenchPool(chosen, options.device, l2_bytes=l2_bytes(options.device) if "cold" in options.l2 else 0, seed=options.seed)
     try:
-        for i, shape in enumerate(chosen):
+        for shape in chosen:
             if options.budget_s is not None and time.monotonic() - begin > options.budget_s:
-                report.num_left_out = len(chosen) - i
                 break
             rows = _CaseRun(shape, options, pool, report).measure()
             report.rows += rows
             on_case(rows)
     except KeyboardInterrupt:
-        report.num_left_out = len(chosen) - i
+        report.interrupted = True
+    report.num_left_out = len(chosen) - len({row.case for row in report.rows})
     for row in report.rows:
         row.roof_gbps = report.roof_gbps
     return report

@@ -70,7 +70,7 @@ def append_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def check_writable(path: Path) -> None:
     """Raise ConfigError now rather than after a long run."""
     if path.is_dir():
-        raise ConfigError(f"--out {path} is a folder; name a .jsonl file")
+        raise ConfigError(f"--out {path} is a folder; name a file")
 
 
 def _git_commit() -> str | None:

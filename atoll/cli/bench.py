@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from atoll.cli.base import EXIT_FOUND, fail, stderr_console, torch_device, write_json
+from atoll.cli.base import EXIT_FOUND, EXIT_INTERRUPT, fail, stderr_console, torch_device, write_json
 from atoll.config import make_engine_config
 from atoll.errors import ConfigError
 
@@ -80,6 +80,8 @@ def _finish(report: "DecodeReport", options: "DecodeBenchOptions", out: Path | N
         typer.echo(f"{report.num_left_out} cases were left out (time budget, or interrupted)", err=True)
     for failure in report.gate_failures:
         typer.echo(f"gate failed: {failure}", err=True)
+    if report.interrupted:
+        raise typer.Exit(EXIT_INTERRUPT)
     if report.gate_failures:
         raise typer.Exit(EXIT_FOUND)
 
