@@ -116,15 +116,16 @@ def _prompt(loaded: LoadedModel, num_tokens: int) -> list[int]:
 def _run_own(llm: LLM, prompt: list[int], batch: int, options: EngineBenchOptions) -> tuple[float, list[int]]:
     params = SamplingParams(max_tokens=options.new_tokens, temperature=0, ignore_eos=True)
     started: set[int] = set()
+    full_step: int | None = None  # the step in which the last sequence got its first token; what it and those before gave is not counted
     begin, num_timed = 0.0, 0
     tokens: list[int] = []
     for piece in llm.generate_stream([prompt] * batch, params):
-        if len(started) == batch:
+        if full_step is not None and llm.engine.num_steps > full_step:
             num_timed += len(piece.token_ids)
         else:
             started.add(piece.index)
-            # Not in the count: what this step and those before it gave.
             begin = time.perf_counter()
+            full_step = llm.engine.num_steps if len(started) == batch else None
         if piece.index == 0:
             tokens += piece.token_ids
     return num_timed / (time.perf_counter() - begin), tokens

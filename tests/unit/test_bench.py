@@ -9,6 +9,7 @@ import torch
 
 from atoll.bench import decode as bench_decode
 from atoll.bench import timing
+from atoll.bench.compile import Variant, compile_variants
 from atoll.bench.decode import DecodeBenchOptions, DecodeReport, run_decode
 from atoll.bench.gate import leaks, relative_error
 from atoll.bench.peers import decode_problem
@@ -17,7 +18,7 @@ from atoll.bench.rows import DecodeRow, Environment, check_writable, environment
 from atoll.bench.shapes import DecodeShape, ModelHeads
 from atoll.bench.workload import COLD_L2_MULTIPLE, BenchPool, poison_rows, restore_rows, unowned_rows
 from atoll.errors import BackendError, ConfigError
-from atoll.ops.attention import decode_attention, plan_decode
+from atoll.ops.attention import DecodeConfig, decode_attention, plan_decode
 from atoll.ops.attention.costs import kv_row_bytes
 from atoll.ops.quant.formats import KVFormat
 from atoll.probe import DecodeProblem
@@ -213,6 +214,15 @@ def test_run_on_a_gpu_tells_warm_from_cold(device: torch.device) -> None:
     assert all(r.time_us is not None for r in report.rows)
     assert report.read_gbps is not None
     assert {r.roof_gbps for r in report.rows} == {report.roof_gbps}
+
+
+@pytest.mark.gpu
+def test_a_tuning_that_does_not_fit_the_device_is_told(device: torch.device) -> None:
+    shape = DecodeShape(ModelHeads("tiny", 1, 4, 256), "bf16", 64, 1, 1, 4096)
+    fitting, oversized = (Variant(shape, True, DecodeConfig(tile=tile, num_splits=2, num_stages=stages)) for tile, stages in ((32, 2), (256, 8)))
+    refused = compile_variants([fitting, oversized], jobs=1)
+    assert list(refused) == [oversized]
+    assert refused[oversized]
 
 
 def test_rows_are_json_lines_with_their_environment(tmp_path: Path) -> None:
