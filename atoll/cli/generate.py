@@ -57,7 +57,7 @@ def generate(
     pieces = _start(model, options, texts, params, chat=chat)
     if as_json:
         outputs = _stream_json(pieces, texts)
-    elif len(texts) == 1 or sys.stdout.isatty():
+    elif len(texts) == 1 or sys.stdout.isatty() or not sys.stderr.isatty():
         outputs = _stream_text(pieces, texts)
     else:
         outputs = _collect_text(pieces, texts)
@@ -139,7 +139,7 @@ def _stream_text(pieces: "Iterable[StreamPiece]", texts: list[str]) -> "list[Req
 
 
 def _collect_text(pieces: "Iterable[StreamPiece]", texts: list[str]) -> "list[RequestOutput]":
-    """Whole texts in order, with a progress bar on stderr where that is a terminal."""
+    """Whole texts in order at the end, and until then a progress bar on stderr: for a terminal that does not show the texts."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     finished: dict[int, RequestOutput] = {}

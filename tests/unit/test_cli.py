@@ -96,6 +96,15 @@ def test_streaming_shows_the_first_unfinished_and_holds_the_others_back(monkeypa
     assert seen == ["[1] First\none", "", "", " two", "", " three\n\n[2] Second\none\n\n[3] Third\none two", " three\n"]
 
 
+def test_texts_for_a_file_come_whole_and_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    from atoll.cli.generate import _collect_text
+
+    texts = ["First", "Second"]
+    outputs = _collect_text(FakeLLM("fake").generate_stream(texts, None), texts)
+    assert [output.text for output in outputs] == ["one two three", "one"]
+    assert capsys.readouterr().out == "[1] First\none two three\n\n[2] Second\none\n"
+
+
 @pytest.mark.usefixtures("fake_llm")
 def test_json_gives_an_object_per_finished_prompt() -> None:
     result = invoke("generate", "--json", "First", "Second")
