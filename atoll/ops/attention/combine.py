@@ -8,12 +8,17 @@ import triton.language as tl
 
 from atoll.ops.attention.plan import DecodePlan
 
+# One warp holds 32 splits of 128 values, so that no sum crosses warps: 1.3 to 2 us less per call than four warps over [16, 256] (H200, 1 x 1024 and 16 x 1024).
+CHUNK = 32
+BLOCK_D = 128
+NUM_WARPS = 1
+
 
 def combine(out: torch.Tensor, lse: torch.Tensor, plan: DecodePlan, sinks: torch.Tensor | None) -> None:
     """Launch the merge of `plan.partial_o` and `plan.partial_lse` (base 2) into `out` and `lse` (natural)."""
     spec, cfg = plan.spec, plan.config
-    block_d = min(spec.head_dim, 64)
-    combine_kernel[(plan.batch * spec.num_kv_heads, spec.query_len * spec.group_size, spec.head_dim // block_d)](
+    block_d = min(spec.head_dim, BLOCK_D)
+    combine_kernel[(spec.num_q_heads, plan.batch * spec.query_len, spec.head_dim // block_d)](
         out,
         lse,
         plan.partial_o,
@@ -21,22 +26,20 @@ def combine(out: torch.Tensor, lse: torch.Tensor, plan: DecodePlan, sinks: torch
         sinks,
         plan.seq_lens,
         spec.window or 0,
-        spec.num_kv_heads,
         spec.query_len,
-        spec.group_size,
         cfg.num_splits,
         cfg.tiles_per_split,
         *out.stride()[:3],
         *lse.stride(),
+        GROUP=spec.group_size,
         D=spec.head_dim,
         TILE=cfg.tile,
         BLOCK_D=block_d,
-        # A fixed width, so that the order of the sum depends on the sequence's own splits alone.
-        CHUNK=32,
+        CHUNK=CHUNK,  # fixed, so that the order of the sum depends on the sequence's own splits alone,
         WINDOW=spec.window is not None,
         SINKS=spec.sinks,
         PDL=has_dependent_launch(out.device),
-        num_warps=4,
+        num_warps=NUM_WARPS,
         **launch_options(out.device),
     )
 
@@ -59,12 +62,27 @@ def launch_options(device: torch.device, max_registers: int | None = None) -> di
 
 @triton.jit
 def owned_tiles(seq_len, query_len, window, num_splits, tiles_per_split, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """A sequence's first owned row, its tiles `[first, last)` that hold one, and how many of them a split takes (at least 1)."""
+    """A sequence's first owned row, its tiles `[first, last)` that hold one, how many of them a split takes, and how many splits that makes (both at least 1)."""
     window_start = tl.maximum(seq_len - query_len - window + 1, 0) if WINDOW else 0
     first_tile = window_start // TILE
     last_tile = tl.cdiv(seq_len, TILE)
     per_split = tiles_per_split if tiles_per_split > 0 else tl.maximum(tl.cdiv(last_tile - first_tile, num_splits), 1)
-    return window_start, first_tile, last_tile, per_split
+    return window_start, first_tile, last_tile, per_split, tl.maximum(tl.cdiv(last_tile - first_tile, per_split), 1)
+
+
+@triton.jit
+def merge_weights(b_max, b_top, b_lse):
+    """Online softmax over states, base 2: what the sum so far decays by, the weight of each new state, and the new maximum, given the new states' own `b_top`."""
+    b_top = tl.maximum(b_max, b_top)
+    b_shift = tl.where(b_top == float("-inf"), 0.0, b_top)
+    return tl.exp2(b_max - b_shift), tl.exp2(b_lse - b_shift), b_top
+
+
+@triton.jit
+def close_state(b_acc, b_sum, b_max):
+    """The normalized values and the base-2 log-sum-exp of a running state; 0 and -inf when it saw no key."""
+    empty = b_sum == 0.0
+    return tl.where(empty, 0.0, b_acc / tl.where(empty, 1.0, b_sum)), tl.where(empty, float("-inf"), b_max + tl.log2(b_sum))
 
 
 @triton.jit
@@ -76,7 +94,7 @@ def add_sink(b_sum, b_max, b_sink):
     return b_decay, tl.where(b_sum == 0.0, 0.0, b_sum * b_decay + tl.exp2(b_sink - b_top)), b_top
 
 
-@triton.jit(do_not_specialize=["window", "num_kv_heads", "query_len", "group_size", "num_splits", "tiles_per_split"])
+@triton.jit(do_not_specialize=["window", "query_len", "num_splits", "tiles_per_split"])
 def combine_kernel(
     out_ptr,  # [B, QL, HQ, D]
     lse_ptr,  # [B, QL, HQ] fp32
@@ -85,9 +103,7 @@ def combine_kernel(
     sinks_ptr,  # [HQ] fp32
     seq_lens_ptr,  # [B] int32
     window,
-    num_kv_heads,
     query_len,
-    group_size,
     num_splits,
     tiles_per_split,
     stride_out_b,
@@ -96,6 +112,7 @@ def combine_kernel(
     stride_lse_b,
     stride_lse_t,
     stride_lse_h,
+    GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
@@ -104,20 +121,17 @@ def combine_kernel(
     SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    i_bh = tl.program_id(0).to(tl.int64)
-    i_row = tl.program_id(1)
-    i_b = i_bh // num_kv_heads
-    rows = query_len * group_size
-    i_t = i_row // group_size
-    i_h = (i_bh % num_kv_heads) * group_size + i_row % group_size
+    i_h = tl.program_id(0)
+    i_b = (tl.program_id(1) // query_len).to(tl.int64)
+    i_t = tl.program_id(1) % query_len
     seq_len = tl.load(seq_lens_ptr + i_b)
-    _, first_tile, last_tile, per_split = owned_tiles(seq_len, query_len, window, num_splits, tiles_per_split, TILE, WINDOW)
-    num_used = tl.cdiv(last_tile - first_tile, per_split)
+    _, _, _, _, num_used = owned_tiles(seq_len, query_len, window, num_splits, tiles_per_split, TILE, WINDOW)
 
     if PDL:
         # The split kernel's states; its own inputs were complete before it let this one start.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    i_state = (i_b * (tl.num_programs(0) // GROUP) + i_h // GROUP) * num_splits
     o_d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     b_acc = tl.zeros([BLOCK_D], tl.float32)
     b_sum = 0.0
@@ -125,21 +139,15 @@ def combine_kernel(
     for i_first in tl.range(0, num_used, CHUNK, num_stages=1):
         o_s = i_first + tl.arange(0, CHUNK)
         m_used = o_s < num_used  # owned: splits
-        o_state = (i_bh * num_splits + o_s) * rows + i_row
+        o_state = (i_state + o_s) * (query_len * GROUP) + i_t * GROUP + i_h % GROUP
         b_lse = tl.load(partial_lse_ptr + o_state, mask=m_used, other=float("-inf"))
         b_o = tl.load(partial_o_ptr + o_state[:, None] * D + o_d[None, :], mask=m_used[:, None], other=0.0)
-        b_top = tl.maximum(b_max, tl.max(b_lse, 0))
-        b_shift = tl.where(b_top == float("-inf"), 0.0, b_top)
-        b_decay = tl.exp2(b_max - b_shift)
-        b_weight = tl.exp2(b_lse - b_shift)
+        b_decay, b_weight, b_max = merge_weights(b_max, tl.max(b_lse, 0), b_lse)
         b_sum = b_sum * b_decay + tl.sum(b_weight, 0)
         b_acc = b_acc * b_decay + tl.sum(b_weight[:, None] * b_o, 0)
-        b_max = b_top
     if SINKS:
         b_decay, b_sum, b_max = add_sink(b_sum, b_max, tl.load(sinks_ptr + i_h))
         b_acc = b_acc * b_decay
-    empty = b_sum == 0.0
-    b_out = tl.where(empty, 0.0, b_acc / tl.where(empty, 1.0, b_sum))
-    b_lse = tl.where(empty, float("-inf"), b_max + tl.log2(b_sum))
+    b_out, b_lse = close_state(b_acc, b_sum, b_max)
     tl.store(out_ptr + i_b * stride_out_b + i_t * stride_out_t + i_h * stride_out_h + o_d, b_out.to(out_ptr.dtype.element_ty))
     tl.store(lse_ptr + i_b * stride_lse_b + i_t * stride_lse_t + i_h * stride_lse_h, b_lse * 0.6931471805599453)

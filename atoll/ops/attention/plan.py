@@ -35,6 +35,7 @@ class DecodeConfig:
     tiles_per_split: int = 0  # 0: a sequence's tiles divided evenly over num_splits; else fixed, so bits do not depend on the batch
     num_warps: int = 4
     num_stages: int = 3
+    peel_above: int = 0  # tiles per split above which tiles without a mask get a loop of their own
     max_registers: int | None = None  # per thread; None: the compiler's choice
 
 

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atoll.ops.attention.combine import add_sink, combine, has_dependent_launch, launch_options, owned_tiles
+from atoll.ops.attention.combine import add_sink, close_state, combine, has_dependent_launch, launch_options, owned_tiles
 from atoll.ops.attention.plan import BatchShape, DecodeConfig, DecodePlan
 from atoll.ops.attention.spec import DecodeSpec, PagedKV, is_power_of_two
 from atoll.ops.quant.formats import is_fp8
@@ -24,6 +24,7 @@ MASKS_UNOWNED = True
 
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (16, 32, 64, 128, 256)
+MAX_SPLITS = 128
 
 # How the query rows see the rows of one step.
 FULL = tl.constexpr(0)
@@ -50,19 +51,34 @@ def interpreted() -> bool:
 
 
 def config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
-    """Tuning for one batch shape: a pure function of its arguments."""
-    rows = block_rows(spec)
-    tile = 64 if rows <= 64 else 32
-    num_warps = 4 if rows <= 32 else 8
-    num_stages = 3 if rows <= 64 else 2
+    """Tuning for one batch shape: a pure function of its arguments. Measured on an H200 with D 256, HKV 2, GQA 8 (LOG.md, 2026-11-29)."""
+    fp8, rows = is_fp8(spec.kv_format), block_rows(spec)
     if spec.batch_invariant:
         # A fixed share per program: how a sequence is cut depends on its own length alone.
-        tiles_per_split = 1024 // tile
-        num_splits = max(1, -(-_max_tiles(spec, shape, tile) // tiles_per_split))
-        return DecodeConfig(tile, num_splits, tiles_per_split, num_warps, num_stages)
+        tile, tiles_per_split = (64, 16) if rows <= 16 else (32, 32)
+        num_splits = -(-_max_tiles(spec, shape, tile) // tiles_per_split)
+        return DecodeConfig(tile, num_splits, tiles_per_split, 4 if rows <= 32 else 8, 3)
     programs = max(1, shape.batch * spec.num_kv_heads)
-    num_splits = max(1, min(_max_tiles(spec, shape, tile), (2 * shape.num_sms) // programs, 128))
-    return DecodeConfig(tile, num_splits, 0, num_warps, num_stages)
+    tokens_per_sm = programs * min(shape.max_seq_len, spec.window or shape.max_seq_len) / shape.num_sms
+    if rows > 32:
+        # wgmma, whose M is 64, over two warpgroups
+        return DecodeConfig(32, _num_splits(spec, shape, 32, shape.num_sms), 0, num_warps=8, num_stages=4)
+    if rows > 16 or tokens_per_sm <= 128:
+        # Latency: the smallest tile starts soonest.
+        return DecodeConfig(32, _num_splits(spec, shape, 32, shape.num_sms), 0, num_warps=4, num_stages=4 if rows <= 16 else 5)
+    if tokens_per_sm <= 512:
+        # Two programs an SM hide each other's start and end; for bf16 one masked loop is quicker than a full and an edge one (12.4 against 13.2 us).
+        return DecodeConfig(64, _num_splits(spec, shape, 64, 2 * shape.num_sms), 0, 4, 3, peel_above=0 if fp8 else 4)
+    # Bandwidth: bf16 keeps 128 KiB in flight an SM with one program, fp8 needs two to convert as fast as it loads.
+    slots = (2 if fp8 and tokens_per_sm > 1024 else 1) * shape.num_sms
+    return DecodeConfig(64, _num_splits(spec, shape, 64, slots), 0, 4, 5)
+
+
+def _num_splits(spec: DecodeSpec, shape: BatchShape, tile: int, slots: int) -> int:
+    """The count of splits whose programs fill `slots` in the fewest rounds of the least work, each split paid for in the merge."""
+    programs = max(1, shape.batch * spec.num_kv_heads)
+    limit = min(_max_tiles(spec, shape, tile), MAX_SPLITS)
+    return min(range(1, limit + 1), key=lambda n: -(-programs * n // slots) / n * (1 + n / 128))
 
 
 def _max_tiles(spec: DecodeSpec, shape: BatchShape, tile: int) -> int:
@@ -74,8 +90,9 @@ def _max_tiles(spec: DecodeSpec, shape: BatchShape, tile: int) -> int:
 
 
 def block_rows(spec: DecodeSpec) -> int:
-    """Query rows of one KV head, padded to what a matrix multiply takes."""
-    return max(16, triton.next_power_of_2(spec.query_len * spec.group_size))
+    """Query rows that one program takes: those of a KV head, padded to what a matrix multiply takes, up to the most that do not spill."""
+    most = 32 if is_fp8(spec.kv_format) else 64
+    return min(most, max(16, triton.next_power_of_2(spec.query_len * spec.group_size)))
 
 
 def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> None:
@@ -86,10 +103,14 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
     per_token = spec.kv_format == "fp8_token"
     k_scale_strides = kv.k_scale.stride() if per_token and kv.k_scale is not None else (0, 0, 0)
     v_scale_strides = kv.v_scale.stride() if per_token and kv.v_scale is not None else (0, 0, 0)
-    grid = (plan.batch * spec.num_kv_heads, cfg.num_splits)
+    rows = block_rows(spec)
+    row_blocks = -(-spec.query_len * spec.group_size // rows)
+    grid = (spec.num_kv_heads * row_blocks, plan.batch, cfg.num_splits)
     decode_split_kernel[grid](
-        plan.partial_o if split else out,
-        plan.partial_lse if split else lse,
+        out,
+        lse,
+        plan.partial_o,
+        plan.partial_lse,
         q,
         kv.k,
         kv.v,
@@ -101,11 +122,10 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         spec.scale,
         spec.soft_cap or 1.0,
         spec.window or 0,
-        spec.num_kv_heads,
         spec.query_len,
-        spec.group_size,
         cfg.num_splits,
         cfg.tiles_per_split,
+        cfg.peel_above,
         *q.stride()[:3],
         *out.stride()[:3],
         *lse.stride(),
@@ -114,7 +134,9 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         *k_scale_strides,
         *v_scale_strides,
         plan.page_table.stride(0),
-        BLOCK_M=block_rows(spec),
+        GROUP=spec.group_size,
+        BLOCK_M=rows,
+        ROW_BLOCKS=row_blocks,
         D=spec.head_dim,
         TILE=cfg.tile,
         S=spec.page_size,
@@ -138,10 +160,12 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         combine(out, lse, plan, sinks)
 
 
-@triton.jit(do_not_specialize=["window", "num_kv_heads", "query_len", "group_size", "num_splits", "tiles_per_split", "stride_table_b"])
+@triton.jit(do_not_specialize=["window", "query_len", "num_splits", "tiles_per_split", "peel_above", "stride_table_b"])
 def decode_split_kernel(
-    out_ptr,  # [B, QL, HQ, D]; SPLIT: the partial states [B, HKV, NS, QL * G, D] fp32
-    lse_ptr,  # [B, QL, HQ] fp32, natural; SPLIT: [B, HKV, NS, QL * G] fp32, base 2
+    out_ptr,  # [B, QL, HQ, D]
+    lse_ptr,  # [B, QL, HQ] fp32, natural
+    partial_o_ptr,  # [B, HKV, NS, QL * G, D] fp32, written if SPLIT
+    partial_lse_ptr,  # [B, HKV, NS, QL * G] fp32, base 2
     q_ptr,  # [B, QL, HQ, D]
     k_ptr,  # [P, HKV, S, D]
     v_ptr,  # [P, HKV, S, D] or, TRANSPOSED_V, [P, HKV, D, S]
@@ -153,11 +177,10 @@ def decode_split_kernel(
     sm_scale,
     soft_cap,
     window,
-    num_kv_heads,
     query_len,
-    group_size,
     num_splits,
     tiles_per_split,
+    peel_above,
     stride_q_b,
     stride_q_t,
     stride_q_h,
@@ -180,7 +203,9 @@ def decode_split_kernel(
     stride_vs_h,
     stride_vs_s,
     stride_table_b,
+    GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
     D: tl.constexpr,
     TILE: tl.constexpr,
     S: tl.constexpr,
@@ -201,24 +226,23 @@ def decode_split_kernel(
         # Every byte read below was written by an earlier kernel of this stream; wait for it, then let combine be set up while this one runs.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    i_b = (tl.program_id(0) // num_kv_heads).to(tl.int64)
-    i_h = (tl.program_id(0) % num_kv_heads).to(tl.int64)
-    i_s = tl.program_id(1)
+    i_h = (tl.program_id(0) // ROW_BLOCKS).to(tl.int64)
+    i_b = tl.program_id(1).to(tl.int64)
+    i_s = tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + i_b)
 
     # Rows [window_start, seq_len) are owned; tiles that hold one are shared out over the splits.
-    window_start, first_tile, last_tile, per_split = owned_tiles(seq_len, query_len, window, num_splits, tiles_per_split, TILE, WINDOW)
+    window_start, first_tile, last_tile, per_split, num_used = owned_tiles(seq_len, query_len, window, num_splits, tiles_per_split, TILE, WINDOW)
+    if i_s >= num_used:
+        return  # writes nothing, and whoever merges counts the splits by the same rule
     tile_lo = first_tile + i_s * per_split
     tile_hi = tl.minimum(tile_lo + per_split, last_tile)
-    if SPLIT:
-        if tile_lo >= tile_hi:
-            return  # combine counts the splits of a sequence by the same rule and never reads this one
 
-    # Row r of the block is query token r // group_size, head r % group_size of this KV head.
-    o_m = tl.arange(0, BLOCK_M)
+    # Row r of the block is query token r // GROUP, head r % GROUP of this KV head.
+    o_m = tl.program_id(0) % ROW_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, D)
-    o_t = o_m // group_size
-    o_h = i_h * group_size + o_m % group_size
+    o_t = o_m // GROUP
+    o_h = i_h * GROUP + o_m % GROUP
     m_rows = o_t < query_len
     b_q = tl.load(q_ptr + i_b * stride_q_b + (o_t * stride_q_t + o_h * stride_q_h)[:, None] + o_d[None, :], mask=m_rows[:, None], other=0.0)
     q_scale = sm_scale
@@ -234,11 +258,13 @@ def decode_split_kernel(
         q_scale = q_scale[:, None]
 
     # Rows [common_lo, common_hi) are seen by every query row, the other owned rows by some: at most 2 * (query_len - 1), all taken by the last split.
-    # Tiles [full_lo, full_hi) hold nothing but common rows and need no mask.
+    # Tiles [full_lo, full_hi) hold nothing but common rows and need no mask; for a few tiles one masked loop is quicker than two.
     common_lo = tl.maximum(seq_len - window, 0) if WINDOW else 0
     common_hi = tl.maximum(seq_len - query_len + 1, 0) if CAUSAL else seq_len
     full_lo = tl.minimum(tl.maximum(tl.cdiv(common_lo, TILE), tile_lo), tl.maximum(tile_hi, tile_lo))
     full_hi = tl.maximum(tl.minimum(common_hi // TILE, tile_hi), full_lo)
+    full_lo = tl.where(tile_hi - tile_lo > peel_above, full_lo, tile_lo)
+    full_hi = tl.where(tile_hi - tile_lo > peel_above, full_hi, tile_lo)
 
     k_ptr += i_h * stride_k_h
     v_ptr += i_h * stride_v_h
@@ -251,12 +277,7 @@ def decode_split_kernel(
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     o_n = tl.arange(0, TILE)
     for i_tile in tl.range(full_lo, full_hi):
-        if S >= TILE:
-            page = tl.load(table_ptr + (i_tile * TILE) // S).to(tl.int64)
-            slot = (i_tile * TILE) % S + o_n
-        else:
-            page = tl.load(table_ptr + i_tile * (TILE // S) + o_n // S).to(tl.int64)
-            slot = o_n % S
+        page, slot = _rows_of_tile(table_ptr, i_tile, seq_len, window_start, TILE, S, False)
         b_acc, b_sum, b_max = _attend_rows(
             b_acc, b_sum, b_max, b_q, q_scale, soft_cap, page, slot, o_n < TILE, o_t, o_n, seq_len - query_len, window, query_len,
             k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
@@ -269,15 +290,7 @@ def decode_split_kernel(
         i_tile = tl.where(i < num_left, tile_lo + i, full_hi + i - num_left)
         o_row = i_tile * TILE + o_n
         m_common = (o_row >= common_lo) & (o_row < common_hi)  # owned: rows
-        if S >= TILE:
-            page = tl.load(table_ptr + (i_tile * TILE) // S).to(tl.int64)
-            slot = (i_tile * TILE) % S + o_n
-        else:
-            # An entry is read only if its page holds an owned row; the others may hold anything.
-            o_page = i_tile * (TILE // S) + o_n // S
-            m_page = (o_page * S < seq_len) & (o_page * S + S > window_start)  # owned: table
-            page = tl.load(table_ptr + o_page, mask=m_page, other=0).to(tl.int64)
-            slot = o_n % S
+        page, slot = _rows_of_tile(table_ptr, i_tile, seq_len, window_start, TILE, S, True)
         b_acc, b_sum, b_max = _attend_rows(
             b_acc, b_sum, b_max, b_q, q_scale, soft_cap, page, slot, m_common, o_t, o_row, seq_len - query_len, window, query_len,
             k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
@@ -286,7 +299,7 @@ def decode_split_kernel(
         )  # fmt: skip
 
     if MULTI_QUERY and (CAUSAL or WINDOW):
-        if (tile_hi == last_tile) & (seq_len > 0):
+        if i_s == num_used - 1:
             o_p = tl.arange(0, 16)
             num_left = tl.minimum(common_lo, seq_len) - window_start
             o_row = tl.where(o_p < num_left, window_start + o_p, tl.maximum(common_lo, common_hi) + o_p - num_left)
@@ -299,23 +312,53 @@ def decode_split_kernel(
                 PARTLY, D, 16, 1, FP8, PER_TOKEN, TRANSPOSED_V, CAUSAL, WINDOW, SOFT_CAP, MASK_KV, INTERPRET,
             )  # fmt: skip
 
-    if SINKS and not SPLIT:
-        b_decay, b_sum, b_max = add_sink(b_sum, b_max, tl.load(sinks_ptr + o_h, mask=m_rows, other=0.0))
-        b_acc = b_acc * b_decay[:, None]
     if FP8 and not PER_TOKEN:
         b_acc = b_acc * tl.load(v_scale_ptr)
-    empty = b_sum == 0.0
-    b_out = tl.where(empty[:, None], 0.0, b_acc / tl.where(empty, 1.0, b_sum)[:, None])
-    b_lse = tl.where(empty, float("-inf"), b_max + tl.log2(b_sum))
     if SPLIT:
-        rows = query_len * group_size
-        o_row = (tl.program_id(0).to(tl.int64) * num_splits + i_s) * rows + o_m
-        tl.store(out_ptr + o_row[:, None] * D + o_d[None, :], b_out, mask=m_rows[:, None])
-        tl.store(lse_ptr + o_row, b_lse, mask=m_rows)
+        rows = query_len * GROUP
+        i_first = (i_b * (tl.num_programs(0) // ROW_BLOCKS) + i_h) * num_splits
+        b_state, b_state_lse = close_state(b_acc, b_sum[:, None], b_max[:, None])
+        o_state = (i_first + i_s) * rows + o_m
+        tl.store(partial_o_ptr + o_state[:, None] * D + o_d[None, :], b_state, mask=m_rows[:, None])
+        tl.store(partial_lse_ptr + o_state[:, None], b_state_lse, mask=m_rows[:, None])
+        return
+    if SINKS:
+        b_decay, b_sum, b_max = add_sink(b_sum, b_max, tl.load(sinks_ptr + o_h, mask=m_rows, other=0.0))
+        b_acc = b_acc * b_decay[:, None]
+    b_out, b_lse = close_state(b_acc, b_sum[:, None], b_max[:, None])
+    o_out = i_b * stride_out_b + o_t * stride_out_t + o_h * stride_out_h
+    o_lse = i_b * stride_lse_b + o_t * stride_lse_t + o_h * stride_lse_h
+    tl.store(out_ptr + o_out[:, None] + o_d[None, :], b_out.to(out_ptr.dtype.element_ty), mask=m_rows[:, None])
+    tl.store(lse_ptr + o_lse[:, None], b_lse * 0.6931471805599453, mask=m_rows[:, None])
+
+
+@triton.jit
+def _rows_of_tile(table_ptr, i_tile, seq_len, window_start, TILE: tl.constexpr, S: tl.constexpr, EDGE: tl.constexpr):
+    """Page (int64) and slot of each row of a tile. An entry is read only if its page holds an owned row; the others may hold anything."""
+    o_n = tl.arange(0, TILE)
+    first_page = (i_tile * TILE) // S
+    if S >= TILE:
+        page = tl.load(table_ptr + first_page).to(tl.int64)
+        slot = (i_tile * TILE) % S + o_n
+    elif TILE // S <= 8:
+        # One scalar load a page: the compiler then knows which rows share an address, and multiplies once a page.
+        page = tl.zeros([TILE], tl.int64)
+        slot = o_n % S
+        for i in tl.static_range(TILE // S):
+            m_page = True
+            if EDGE:
+                m_page = ((first_page + i) * S < seq_len) & ((first_page + i + 1) * S > window_start)  # owned: table
+            one_page = tl.load(table_ptr + first_page + i, mask=m_page, other=0)
+            page = tl.where(o_n // S == i, one_page.to(tl.int64), page)
     else:
-        o_out = i_b * stride_out_b + o_t * stride_out_t + o_h * stride_out_h
-        tl.store(out_ptr + o_out[:, None] + o_d[None, :], b_out.to(out_ptr.dtype.element_ty), mask=m_rows[:, None])
-        tl.store(lse_ptr + i_b * stride_lse_b + o_t * stride_lse_t + o_h * stride_lse_h, b_lse * 0.6931471805599453, mask=m_rows)
+        o_page = first_page + o_n // S
+        slot = o_n % S
+        if EDGE:
+            m_page = (o_page * S < seq_len) & (o_page * S + S > window_start)  # owned: small pages
+            page = tl.load(table_ptr + o_page, mask=m_page, other=0).to(tl.int64)
+        else:
+            page = tl.load(table_ptr + o_page).to(tl.int64)
+    return page, slot
 
 
 @triton.jit
