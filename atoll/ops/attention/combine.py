@@ -62,7 +62,7 @@ def launch_options(device: torch.device, max_registers: int | None = None) -> di
 
 @triton.jit
 def owned_tiles(seq_len, query_len, window, num_splits, tiles_per_split, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """A sequence's first owned row, its tiles `[first, last)` that hold one, how many of them a split takes, and how many splits that makes (both at least 1)."""
+    """A sequence's first owned row, its tiles `[first, last)` that hold one, how many of them a split takes, and how many splits that makes (both 1 or more)."""
     window_start = tl.maximum(seq_len - query_len - window + 1, 0) if WINDOW else 0
     first_tile = window_start // TILE
     last_tile = tl.cdiv(seq_len, TILE)
@@ -72,7 +72,7 @@ def owned_tiles(seq_len, query_len, window, num_splits, tiles_per_split, TILE: t
 
 @triton.jit
 def merge_weights(b_max, b_top, b_lse):
-    """Online softmax over states, base 2: what the sum so far decays by, the weight of each new state, and the new maximum, given the new states' own `b_top`."""
+    """Online softmax over states, base 2: the decay of the sum so far, each new state's weight, the new maximum, given the new states' own `b_top`."""
     b_top = tl.maximum(b_max, b_top)
     b_shift = tl.where(b_top == float("-inf"), 0.0, b_top)
     return tl.exp2(b_max - b_shift), tl.exp2(b_lse - b_shift), b_top

@@ -11,7 +11,8 @@ def merge_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The state over the union of N disjoint sets of keys: `(out [..., D] in outs' dtype, lse [...] fp32)`.
 
-    Edge: a state with lse -inf is empty and its `out` is ignored, whatever it holds; if all are empty the result is 0 and -inf. NaN in a non-empty state is kept.
+    Edge: a state with lse -inf is empty and its `out` is ignored, whatever it holds; if all are empty the result is 0 and -inf.
+    NaN in a non-empty state is kept.
     Raises: SpecError when the shapes do not match.
     Source: softmax over a union of sets, lse = log sum exp(lse_i), out = sum exp(lse_i - lse) out_i.
     """

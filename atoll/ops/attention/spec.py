@@ -52,8 +52,7 @@ class DecodeSpec:
             raise SpecError(f"num_kv_heads {self.num_kv_heads} is below 1; give the model's count of KV heads")
         if self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
             raise SpecError(
-                f"num_q_heads {self.num_q_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
-                "each KV head must serve the same number of query heads"
+                f"num_q_heads {self.num_q_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; each KV head must serve the same number of query heads"
             )
         if self.group_size > MAX_GROUP_SIZE:
             raise SpecError(
@@ -139,7 +138,9 @@ def check_kv(spec: DecodeSpec, kv: PagedKV) -> None:
         if scale is None:
             raise SpecError(f"{name} is None, kv_format {spec.kv_format!r} asks for fp32 of shape {scale_shape}; pass it")
         if tuple(scale.shape) != scale_shape or scale.dtype != torch.float32:
-            raise SpecError(f"{name} is {scale.dtype} of shape {tuple(scale.shape)}, kv_format {spec.kv_format!r} asks for torch.float32 of shape {scale_shape}")
+            raise SpecError(
+                f"{name} is {scale.dtype} of shape {tuple(scale.shape)}, kv_format {spec.kv_format!r} asks for torch.float32 of shape {scale_shape}"
+            )
 
 
 def _page_size_message(page_size: int) -> str:
