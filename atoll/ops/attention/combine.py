@@ -62,7 +62,7 @@ def launch_options(device: torch.device, max_registers: int | None = None) -> di
 
 @triton.jit
 def owned_tiles(seq_len, query_len, window, num_splits, tiles_per_split, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """A sequence's first owned row, its tiles `[first, last)` that hold one, how many of them a split takes, and how many splits that makes (both 1 or more)."""
+    """A sequence's first owned row, its tiles `[first, last)` that hold one, how many a split takes, and how many splits that makes (both 1 or more)."""
     window_start = tl.maximum(seq_len - query_len - window + 1, 0) if WINDOW else 0
     first_tile = window_start // TILE
     last_tile = tl.cdiv(seq_len, TILE)
