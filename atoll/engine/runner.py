@@ -69,11 +69,10 @@ class Runner:
     def execute(self, step: Step) -> dict[int, SampledToken]:
         """Run a step; the chosen token of each request that samples, by request id."""
         logits = self._run_decodes(step) if not step.prefills else self._run_mixed(step)
-        rows = [row for row in step.rows if row.sample is not None]
-        if not rows:
+        tasks = {row.request_id: row.sample for row in step.rows if row.sample is not None}
+        if not tasks:
             return {}
-        tokens = sample(logits, [row.sample for row in rows if row.sample is not None])
-        return {row.request_id: token for row, token in zip(rows, tokens, strict=True)}
+        return dict(zip(tasks, sample(logits, list(tasks.values())), strict=True))
 
     def _run_decodes(self, step: Step) -> torch.Tensor:
         entry = self._graph_for(len(step.decodes))
@@ -92,8 +91,10 @@ class Runner:
         entry = self._graph_for(len(step.decodes)) if step.decodes else None
         batch = self._build(step, entry, into_graph=False)
         attend = PagedAttend(self._layers, self.spec, batch.slots, entry.plan if entry else None, batch.num_decodes, batch.segments)
-        hidden = self._model.forward(batch.token_ids, batch.positions, attend)
-        return self._model.logits(hidden[batch.sample_rows])
+        hidden = self._model.forward(batch.token_ids, batch.positions, attend)  # [T, H]
+        rows = hidden[batch.sample_rows]
+        # Chunks that end no sequence sample nothing; not every kernel takes a batch of nothing.
+        return self._model.logits(rows) if len(rows) else rows
 
     def _build(self, step: Step, entry: DecodeGraph | None, into_graph: bool) -> Batch:
         batch = self._builder.build(step, entry.plan.batch if entry else 0, entry.ints if entry and into_graph else None)

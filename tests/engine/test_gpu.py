@@ -1,0 +1,102 @@
+"""The engine on a GPU: CUDA graphs replay what runs eagerly, bit for bit, and nothing depends on what lies in the pool."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from atoll import LLM, SamplingParams
+from atoll.engine import runner as runner_module
+from atoll.engine.runner import Runner
+from atoll.models.llama import LlamaModel
+from tests.engine.tiny import CONFIG, ByteTokenizer, RandomWeights, TinyLoaded, prompts
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> TinyLoaded:
+    return TinyLoaded(LlamaModel(CONFIG, RandomWeights(CONFIG), torch.device("cuda"), torch.bfloat16), CONFIG, ByteTokenizer())
+
+
+def make_llm(loaded: TinyLoaded, **options: Any) -> LLM:
+    return LLM.from_loaded(loaded, **{"max_num_seqs": 12, "max_model_len": 256, **options})  # type: ignore[arg-type]
+
+
+def results(llm: LLM, count: int = 12) -> list[tuple[list[int], list[float]]]:
+    """Tokens and the log probability of each: its bits show what the tokens alone would hide."""
+    outputs = llm.generate(prompts(count), GREEDY)
+    return [(output.token_ids, [entry.logprob for entry in output.logprobs or []]) for output in outputs]
+
+
+def test_a_replayed_graph_gives_the_bits_of_an_eager_step(loaded: TinyLoaded) -> None:
+    eager, graphs = make_llm(loaded, cuda_graphs=False), make_llm(loaded)
+    assert results(eager) == results(graphs)
+    assert eager.engine.runner.captured_sizes == []
+    assert graphs.engine.runner.captured_sizes
+    # Every size is captured by now, so this time all decode steps are replays.
+    assert results(graphs) == results(eager)
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "fp16", "fp8_tensor", "fp8_token"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_a_poisoned_pool_gives_the_bits_of_a_zeroed_one(loaded: TinyLoaded, kv_format: str, page_size: int) -> None:
+    options = {"kv_format": kv_format, "page_size": page_size}
+    zero = results(make_llm(loaded, **options))
+    for fill in ("nan", "inf", "max", "random"):
+        assert results(make_llm(loaded, kv_fill=fill, **options)) == zero, fill
+
+
+def test_padded_rows_leave_the_null_page_alone(loaded: TinyLoaded) -> None:
+    llm = make_llm(loaded, kv_fill="nan")
+    results(llm, count=3)
+    assert llm.engine.runner.captured_sizes
+    assert bool((llm.engine.pool.buffer[0] == 0xFF).all())
+
+
+def test_sampling_is_the_same_alone_and_in_a_crowd(loaded: TinyLoaded) -> None:
+    """In fp32, where the batch does not move the logits enough to matter."""
+    model = LlamaModel(CONFIG, RandomWeights(CONFIG), torch.device("cuda"), torch.float32)
+    llm = make_llm(TinyLoaded(model, CONFIG, ByteTokenizer()), kv_format="fp32")
+    params = [SamplingParams(temperature=1.0, top_k=index * 5, top_p=1 - index * 0.02, seed=index, max_tokens=12, ignore_eos=True) for index in range(12)]
+    crowd = [output.token_ids for output in llm.generate(prompts(12), params)]
+    assert crowd == [llm.generate([prompt], p)[0].token_ids for prompt, p in zip(prompts(12), params, strict=True)]
+
+
+def test_a_decode_step_waits_for_the_device_once(loaded: TinyLoaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm(loaded)
+    results(llm, count=4)
+    stream = llm.generate_stream(prompts(4), SamplingParams(temperature=0.8, top_k=7, max_tokens=24, ignore_eos=True))
+    for _ in range(8):
+        next(stream)
+    sample = runner_module.sample
+
+    def sample_unwatched(*args: Any) -> Any:
+        # Reading the tokens is the one wait; before it none is allowed.
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return sample(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    monkeypatch.setattr(runner_module, "sample", sample_unwatched)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(8):
+            next(stream)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        stream.close()  # type: ignore[attr-defined]
+
+
+def test_control_a_graph_that_reads_stale_tokens_shows(loaded: TinyLoaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = results(make_llm(loaded))
+    build = Runner._build
+
+    def stale(self: Runner, step: Any, entry: Any, into_graph: bool) -> Any:
+        return build(self, step, entry, into_graph and entry.graph is None)
+
+    monkeypatch.setattr(Runner, "_build", stale)
+    assert results(make_llm(loaded)) != expected
