@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kit.interpreter import InterpreterPool
+from tests.kit.workers import WorkerPool, interpreting_pool
 
 
 @pytest.fixture(scope="session")
-def interpreter() -> Iterator[InterpreterPool]:
+def interpreter() -> Iterator[WorkerPool]:
     """Worker processes that interpret Triton kernels; started by the first test that uses them."""
-    pool = InterpreterPool()
+    pool = interpreting_pool()
     yield pool
     pool.close()

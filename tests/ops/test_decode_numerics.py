@@ -13,7 +13,7 @@ from atoll.probe.kernels import changed_rows, poison_everything
 from atoll.probe.matrix import matrix
 from atoll.probe.oracle import compare, exact_attention, low_precision_attention
 from tests.kit.batches import answer, rows_changed_alone
-from tests.kit.interpreter import InterpreterPool, probe_interpreted
+from tests.kit.workers import WorkerPool, probe_interpreted
 
 BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.gpu)]
 LONG = [replace(case, seq_lens=(*hostile_lengths(case.spec.page_size), 4096)) for case in matrix("quick")[::8]]
@@ -40,7 +40,7 @@ INTERPRETED = [
 
 
 @pytest.fixture(scope="module")
-def interpreted(interpreter: InterpreterPool) -> dict[str, Future[CaseReport]]:
+def interpreted(interpreter: WorkerPool) -> dict[str, Future[CaseReport]]:
     return {case.name: interpreter.submit(probe_interpreted, case, config, ()) for case, config in INTERPRETED}
 
 
@@ -91,7 +91,7 @@ def test_batch_invariant_gives_a_sequence_the_same_bits_alone(kv_format: str, ba
     assert rows_changed_alone(backend, with_flags(CROWD, kv_format=kv_format), device=device) == 0
 
 
-def test_batch_invariant_holds_in_the_interpreter(interpreter: InterpreterPool) -> None:
+def test_batch_invariant_holds_in_the_interpreter(interpreter: WorkerPool) -> None:
     few = replace(with_flags(CROWD, head_dim=32), seq_lens=(1, 17, 70))
     same = interpreter.submit(rows_changed_alone, "triton", few, DecodeConfig(tile=16, num_splits=8, tiles_per_split=2))
     assert same.result() == 0

@@ -9,8 +9,8 @@ import pytest
 
 from atoll.ops.attention import DecodeConfig, DecodeSpec
 from atoll.probe import Case, CaseReport
-from tests.kit.interpreter import InterpreterPool
 from tests.kit.mutation import OPS, Edit, mutated_source, probe_mutation, tags
+from tests.kit.workers import WorkerPool
 
 TAGGED_FILES = ("triton_decode.py", "combine.py")
 
@@ -41,29 +41,31 @@ def tagged(tag: str, old: str, new: str, case: Case, finds: str = "leak", *, fil
 
 
 PLAIN = Case(spec(), (1, 17, 40))
+PER_TOKEN = Case(spec("fp8_token"), (1, 17, 40))
 DRAFTS = Case(spec(query_len=3, window=20), (2, 17, 50))
 SCALED_DRAFTS = Case(spec("fp8_token", query_len=3), (3, 17, 50))
+
+
+def windowed(page_size: int) -> Case:
+    """The window of the second sequence starts inside a tile, and its table holds garbage left of it."""
+    return Case(spec("fp8_token", window=8, page_size=page_size), (40, 60, 61))
+
 
 TRITON = [
     tagged("rows", "(o_row < common_hi)", "(o_row >= 0)", PLAIN, why="right edge"),
     tagged("rows", "(o_row >= common_lo)", "(o_row >= 0)", Case(spec(window=20), (1, 17, 50)), why="left edge"),
     # K and V loads are masked apart; the scale of a key is loaded at whatever page the table names.
-    tagged("table", "(o_page * S < seq_len)", "(o_page >= 0)", Case(spec("fp8_token"), (1, 17, 40)), "out of range", why="right edge"),
-    tagged(
-        "table",
-        "(o_page * S + S > window_start)",
-        "(o_page >= 0)",
-        Case(spec("fp8_token", window=8, page_size=8), (40, 60, 61)),
-        "out of range",
-        why="left edge",
-    ),
+    tagged("table", "((first_page + i) * S < seq_len)", "(first_page >= 0)", PER_TOKEN, "out of range", why="right edge"),
+    tagged("table", "((first_page + i + 1) * S > window_start)", "(first_page >= 0)", windowed(page_size=8), "out of range", why="left edge"),
+    tagged("small pages", "(o_page * S < seq_len)", "(o_page >= 0)", Case(spec("fp8_token", page_size=2), (1, 17, 40)), "out of range", why="right edge"),
+    tagged("small pages", "(o_page * S + S > window_start)", "(o_page >= 0)", windowed(page_size=2), "out of range", why="left edge"),
     tagged("partly seen rows", "o_row < seq_len", "o_row >= 0", Case(spec(query_len=3, window=20, causal=False), (3, 17, 50)), "out of range"),
     tagged("values", "mask=m_rows[:, None], other=0.0", "", PLAIN),
     tagged("values", "mask=m_rows[:, None], other=0.0", "", DRAFTS, why="left of a window"),
     tagged("transposed values", "mask=m_rows[None, :], other=0.0", "", Case(spec(v_layout="transposed"), (1, 17, 40))),
-    tagged("scores", 'tl.where(m_seen, b_s, float("-inf"))', "b_s", Case(spec("fp8_token"), (1, 17, 40))),
+    tagged("scores", 'tl.where(m_seen, b_s, float("-inf"))', "b_s", PER_TOKEN),
     tagged("scores", 'float("-inf")', "-1.0e30", Case(spec(query_len=3), (1, 2, 17)), "wrong", why="finite sentinel"),
-    tagged("value scales", "mask=m_rows, other=0.0", "", Case(spec("fp8_token"), (1, 17, 40)), fill="max"),
+    tagged("value scales", "mask=m_rows, other=0.0", "", PER_TOKEN, fill="max"),
     tagged("seen scales", "tl.where(m_seen, b_p, 0.0)", "b_p", SCALED_DRAFTS, "control"),
     tagged("partly seen values", "tl.where(m_v[:, None], b_v, 0.0)", "b_v", DRAFTS, "control"),
     tagged("splits", "o_s < num_used", "o_s >= 0", Case(spec(), (1, 17, 40)), file="combine.py", config=DecodeConfig(tile=16, num_splits=64)),
@@ -103,7 +105,7 @@ def check_found(report: CaseReport, mutation: Mutation) -> None:
 
 
 @pytest.fixture(scope="module")
-def mutated(interpreter: InterpreterPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[CaseReport]]:
+def mutated(interpreter: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[CaseReport]]:
     def probe(mutation: Mutation) -> Future[CaseReport]:
         directory = tmp_path_factory.mktemp(re.sub(r"\W+", "_", mutation.name))
         return interpreter.submit(probe_mutation, "triton", mutation.file, mutation.edits, mutation.case, mutation.config, (mutation.fill,), directory)
@@ -121,7 +123,7 @@ def test_taking_out_a_protection_of_the_reference_is_seen(mutation: Mutation, tm
     check_found(probe_mutation("reference", mutation.file, mutation.edits, mutation.case, None, (mutation.fill,), tmp_path), mutation)
 
 
-def test_every_case_here_is_clean_without_its_mutation(interpreter: InterpreterPool, tmp_path: Path) -> None:
+def test_every_case_here_is_clean_without_its_mutation(interpreter: WorkerPool, tmp_path: Path) -> None:
     distinct = {(mutation.case.name, mutation.case.seq_lens, mutation.fill, mutation.config): mutation for mutation in TRITON}
     reports = []
     for i, m in enumerate(distinct.values()):

@@ -14,7 +14,7 @@ from atoll.probe.layouts import LAYOUTS
 from atoll.probe.matrix import FORMATS, GROUPS, HEAD_DIMS, PAGES, QUERY_LENS, RARE_FORMATS, RARE_PAGES, matrix
 from atoll.probe.parallel import probe_by_name, process_pool
 from atoll.probe.poison import parts_of
-from tests.kit.interpreter import InterpreterPool, probe_interpreted
+from tests.kit.workers import WorkerPool, probe_interpreted
 
 QUICK = matrix("quick", short=True)
 
@@ -60,7 +60,7 @@ def test_reference_owns_what_it_reads(case: Case) -> None:
 
 
 @pytest.fixture(scope="module")
-def interpreted(interpreter: InterpreterPool) -> dict[str, Future[CaseReport]]:
+def interpreted(interpreter: WorkerPool) -> dict[str, Future[CaseReport]]:
     """All reports at once, so that every worker is busy while the first is waited for."""
     return {case.name: interpreter.submit(probe_interpreted, case, config, FEW_FILLS) for case, config in INTERPRETED}
 

@@ -60,7 +60,7 @@ def problem(kv_format: str = "bf16", **options: Any) -> DecodeProblem:
         ("bf16", lambda kv: {"v": kv.v.to("meta")}, "k pages are on cpu, v pages on meta; keep"),
         ("bf16", lambda kv: {"k_scale": torch.ones(1)}, "k_scale is given, but kv_format 'bf16' has no scale; pass None"),
         ("fp8_tensor", lambda kv: {"v_scale": None}, "v_scale is None, kv_format 'fp8_tensor' asks for fp32 of shape (1,); pass"),
-        ("fp8_tensor", lambda kv: {"k_scale": torch.ones(2)}, "k_scale is torch.float32 of shape (2,), kv_format 'fp8_tensor' asks for torch.float32 of shape (1,)"),
+        ("fp8_tensor", lambda kv: {"k_scale": torch.ones(2)}, "k_scale is torch.float32 of shape (2,), kv_format 'fp8_tensor' asks for torch.float32"),
         ("fp8_token", lambda kv: {"v_scale": kv.v_scale.half()}, "v_scale is torch.float16 of shape (10, 2, 16), kv_format 'fp8_token' asks for torch.float32"),
     ],
 )  # fmt: skip
@@ -137,7 +137,7 @@ CALLS: list[tuple[Callable[[DecodeProblem], dict[str, Any]], str]] = [
     (lambda p: {"kv": replace(p.kv, kv_format="fp16")}, "the cache is 'fp16', the spec asks for 'bf16'"),
     (lambda p: {"out": torch.empty(2, 8, 64)}, "out is torch.float32 of shape (2, 8, 64), the plan asks for torch.bfloat16 of shape (2, 1, 8, 64); pass"),
     (lambda p: {"out": torch.empty(2, 1, 64, 8, dtype=torch.bfloat16).transpose(2, 3)}, "out has innermost stride 8, it must be 1; pass"),
-    (lambda p: {"lse": torch.empty(2, 1, 8, dtype=torch.bfloat16)}, "lse is torch.bfloat16 of shape (2, 1, 8), the plan asks for torch.float32 of shape (2, 1, 8)"),
+    (lambda p: {"lse": torch.empty(2, 1, 8, dtype=torch.bfloat16)}, "lse is torch.bfloat16 of shape (2, 1, 8), the plan asks for torch.float32"),
     (lambda p: {"sinks": torch.zeros(8)}, "spec.sinks is False, but sinks is given; pass [HQ] fp32 exactly when the spec says so"),
 ]  # fmt: skip
 

@@ -1,11 +1,11 @@
-"""Worker processes in which Triton interprets kernels on the CPU: the choice is made when Triton is imported, once for a process."""
+"""Worker processes in which Triton interprets kernels on the CPU, or compiles them: the choice is made when Triton is imported, once for a process."""
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
+from unittest import mock
 
 from atoll.ops.attention import DecodeConfig
 from atoll.probe import BackendAdapter, Case, CaseReport, probe_case
@@ -16,33 +16,28 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class InterpreterPool:
-    """Runs module-level functions in processes that interpret Triton kernels."""
+class WorkerPool:
+    """Runs module-level functions in processes of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, interpret: bool) -> None:
+        self._environment = {"TRITON_INTERPRET": "1" if interpret else "0", "OMP_NUM_THREADS": "1"}
         self._pool = ProcessPoolExecutor(WORKERS, mp_context=multiprocessing.get_context("spawn"))
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         # A worker takes its environment when it starts, which is at a submit.
-        with _interpret_flag():
+        with mock.patch.dict(os.environ, self._environment):
             return self._pool.submit(function, *args, **kwargs)
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
 
-@contextmanager
-def _interpret_flag() -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in ("TRITON_INTERPRET", "OMP_NUM_THREADS")}
-    os.environ.update(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def interpreting_pool() -> WorkerPool:
+    return WorkerPool(interpret=True)
+
+
+def compiling_pool() -> WorkerPool:
+    return WorkerPool(interpret=False)
 
 
 def probe_interpreted(case: Case, config: DecodeConfig | None, fills: tuple[str, ...]) -> CaseReport:

@@ -1,0 +1,184 @@
+"""Ahead-of-time builds of Triton kernels for GPUs that are not here, and what each costs in registers, spills and shared memory.
+
+A variant is taken from a real launch: the launcher runs on host tensors with its kernel replaced by a recorder, and the recorded arguments are specialized as
+Triton would (dtypes, integers that are 1, divisibility by 16).
+"""
+
+import inspect
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from atoll.ops.attention import BatchShape, DecodeSpec, plan_decode, triton_append, triton_decode
+from atoll.probe import Case
+
+# `atoll.ops.attention.combine`, the module, not its function.
+combine = import_module("atoll.ops.attention.combine")
+
+# What one program may take of a compute unit's shared memory (LDS), bytes.
+SHARED_LIMITS = {"sm_90": 227 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
+TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64), "gfx950": GPUTarget("hip", "gfx950", 64)}
+
+_POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+_LAUNCH_OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch of a kernel."""
+
+    kernel: Any  # triton.JITFunction
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one kernel variant takes of one target."""
+
+    kernel: str
+    target: str
+    registers: int  # per thread; VGPRs on AMD
+    spill_bytes: int  # per thread
+    shared_bytes: int  # per program
+
+    @property
+    def fault(self) -> str | None:
+        """Why this variant is not good enough to ship."""
+        if self.spill_bytes:
+            return f"{self.kernel} spills {self.spill_bytes} bytes a thread on {self.target}; take a smaller tile, fewer stages or more warps"
+        limit = SHARED_LIMITS[self.target]
+        if self.shared_bytes > limit:
+            return f"{self.kernel} takes {self.shared_bytes} bytes of shared memory, {self.target} has {limit}; take a smaller tile or fewer stages"
+        return None
+
+
+class _Recorder:
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def record(*args: Any, **kwargs: Any) -> None:
+            options = {name: kwargs.pop(name) for name in _LAUNCH_OPTIONS if name in kwargs}
+            arguments = inspect.signature(self.kernel.fn).bind(*args, **kwargs).arguments
+            self.launches.append(Launch(self.kernel, dict(arguments), options))
+
+        return record
+
+
+def decode_launches(spec: DecodeSpec, target: str) -> list[Launch]:
+    """The split and combine kernels as the backend would launch them for a middling batch on that target."""
+    config = triton_decode.config(spec, BatchShape(batch=16, max_seq_len=16384, num_sms=132))
+    problem = Case(spec, (40, 200)).make()
+    # The plan only makes the workspace here; this host cannot run the Triton backend.
+    plan = plan_decode(spec, problem.seq_lens, problem.page_table, backend="reference", config=config)
+    out, lse = torch.empty_like(problem.q), torch.empty(problem.q.shape[:3])
+    nvidia = target.startswith("sm_")
+
+    def launch_options(_: torch.device, max_registers: int | None = None) -> dict[str, int | bool]:
+        registers = {"maxnreg": max_registers} if max_registers is not None else {}
+        return {"launch_pdl": True, **registers} if nvidia else {}
+
+    with ExitStack() as stack:
+        for module in (triton_decode, combine):
+            stack.enter_context(mock.patch.object(module, "has_dependent_launch", return_value=nvidia))
+            stack.enter_context(mock.patch.object(module, "launch_options", launch_options))
+        launches = stack.enter_context(recorded_launches((triton_decode, "decode_split_kernel"), (combine, "combine_kernel")))
+        triton_decode.decode(problem.q, problem.kv, plan, out, lse, problem.sinks)
+    return launches
+
+
+def append_launches(spec: DecodeSpec, target: str) -> list[Launch]:
+    """The append kernel, which is the same on every target."""
+    kv = Case(spec, (40,)).make().kv
+    rows = torch.zeros(8, spec.num_kv_heads, spec.head_dim, dtype=spec.q_dtype)
+    with recorded_launches((triton_append, "append_kv_kernel")) as launches:
+        triton_append.append_kv_triton(kv, rows, rows, torch.zeros(8, dtype=torch.int64))
+    return launches
+
+
+def build_costs(launches_of: Callable[[DecodeSpec, str], list[Launch]], spec: DecodeSpec, target: str, **options: int) -> list[Cost]:
+    """Build all kernels that a launcher launches for a spec; `options` replace launch options."""
+    return [build(replace(launch, options=launch.options | options), target) for launch in launches_of(spec, target)]
+
+
+@contextmanager
+def recorded_launches(*kernels: tuple[ModuleType, str]) -> Iterator[list[Launch]]:
+    """Replace kernels, given as (module, name), by recorders."""
+    launches: list[Launch] = []
+    with ExitStack() as stack:
+        for module, name in kernels:
+            stack.enter_context(mock.patch.object(module, name, _Recorder(getattr(module, name), launches)))
+        yield launches
+
+
+def build(launch: Launch, target: str) -> Cost:
+    """Compile for a target and read the cost off the result."""
+    constants: dict[str, Any] = {}
+    signature: dict[str, str] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        specialize = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (specialize and isinstance(value, int) and value == 1):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        signature[parameter.name] = _type_name(value)
+        # An allocator aligns to 16 bytes; a view into a buffer is aligned by its layout.
+        if specialize and (isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=TARGETS[target], options=launch.options)
+    name = launch.kernel.fn.__name__
+    if "cubin" in compiled.asm:
+        return Cost(name, target, *_cubin_cost(compiled.asm["cubin"]), compiled.metadata.shared)
+    return Cost(name, target, *_amdgcn_cost(compiled.asm["amdgcn"]), compiled.metadata.shared)
+
+
+def _type_name(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return _POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _cubin_cost(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes: Triton has no local arrays, so that all stack is spilled registers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return _number(r"REG:(\d+)", text), _number(r"STACK:(\d+)", text)
+
+
+def _amdgcn_cost(assembly: str) -> tuple[int, int]:
+    return _number(r"\.vgpr_count:\s*(\d+)", assembly), _number(r"\.private_segment_fixed_size:\s*(\d+)", assembly)
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found is not None, f"{pattern} is not in the compiler's output"
+    return int(found.group(1))

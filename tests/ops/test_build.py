@@ -1,0 +1,77 @@
+"""The Triton kernels still build for Hopper and for AMD, no listed variant spills, and all fit into shared memory; no GPU is needed."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from atoll.ops.attention import DecodeSpec
+from tests.kit.build import SHARED_LIMITS, TARGETS, Cost, append_launches, build_costs, decode_launches
+from tests.kit.workers import compiling_pool
+
+
+def spec(kv_format: str, page_size: int, head_dim: int, group: int, query_len: int = 1, **options: object) -> DecodeSpec:
+    q_dtype = torch.float16 if kv_format == "fp16" else torch.bfloat16
+    return DecodeSpec(2 * group, 2, head_dim, page_size, query_len, q_dtype, kv_format, **options)  # type: ignore[arg-type]
+
+
+# Formats x pages smaller and not smaller than the tile x head dims x query rows (16, 32, 64, 128), and every option once.
+DECODE = {
+    "bf16 p16 d64 rows 16": spec("bf16", 16, 64, 4),
+    "bf16 p16 d256 rows 16": spec("bf16", 16, 256, 8),
+    "bf16 p64 d128 rows 64": spec("bf16", 64, 128, 16, 4),
+    "bf16 p64 d256 rows 128": spec("bf16", 64, 256, 16, 8),
+    "fp16 p128 d128 rows 16 options": spec("fp16", 128, 128, 8, window=128, soft_cap=30.0, sinks=True),
+    "fp8_tensor p16 d256 rows 16": spec("fp8_tensor", 16, 256, 8),
+    "fp8_tensor.t p64 d128 rows 32": spec("fp8_tensor", 64, 128, 8, 4, v_layout="transposed"),
+    "fp8_token p16 d128 rows 16": spec("fp8_token", 16, 128, 8, window=128),
+    "fp8_token p64 d256 rows 32": spec("fp8_token", 64, 256, 8, 4),
+}
+APPEND = {name: spec(name, 16, 128, 8) for name in ("bf16", "fp8_tensor", "fp8_token")}
+
+# The backend's tuning is an H200's. Its 4 or 5 stages spill on AMD, and at D 256 they do not fit into the 64 KiB of gfx942.
+OPTIONS: dict[str, dict[str, int]] = {"sm_90": {}, "gfx942": {"num_stages": 1}, "gfx950": {"num_stages": 1}}
+
+Builds = dict[tuple[str, str], Future[list[Cost]]]
+
+
+@pytest.fixture(scope="module")
+def builds() -> Iterator[Builds]:
+    """All builds at once, over processes in which Triton compiles and does not interpret."""
+    pool = compiling_pool()
+    jobs = [(name, decode_launches, spec) for name, spec in DECODE.items()] + [(name, append_launches, spec) for name, spec in APPEND.items()]
+    builds = {(name, target): pool.submit(build_costs, launches_of, spec, target, **OPTIONS[target]) for target in TARGETS for name, launches_of, spec in jobs}
+    for target in ("sm_90", "gfx942"):
+        # One warp's registers for 128 x 256 fp32 accumulators.
+        builds["made to spill", target] = pool.submit(build_costs, decode_launches, DECODE["bf16 p64 d256 rows 128"], target, num_warps=1, num_stages=1)
+    yield builds
+    pool.close()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", [*DECODE, *APPEND])
+def test_builds_without_spills(name: str, target: str, builds: Builds, record_property: Callable[[str, str], None]) -> None:
+    costs = builds[name, target].result()
+    for cost in costs:
+        record_property(cost.kernel, f"{cost.registers} registers, {cost.spill_bytes} bytes spilled, {cost.shared_bytes} bytes shared")
+        assert cost.registers > 0
+    assert [cost.fault for cost in costs if cost.fault] == []
+    kernels = {cost.kernel for cost in costs}
+    assert kernels == ({"append_kv_kernel"} if name in APPEND else {"decode_split_kernel", "combine_kernel"})
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_a_variant_made_to_spill_is_caught(target: str, builds: Builds) -> None:
+    [split, _] = builds["made to spill", target].result()
+    assert split.spill_bytes > 0
+    assert split.fault is not None
+    assert f"spills {split.spill_bytes} bytes" in split.fault
+
+
+def test_too_much_shared_memory_is_a_fault() -> None:
+    for target, limit in SHARED_LIMITS.items():
+        assert Cost("kernel", target, 64, 0, limit).fault is None
+        fault = Cost("kernel", target, 64, 0, limit + 1).fault
+        assert fault is not None
+        assert str(limit) in fault
