@@ -51,7 +51,7 @@ def probe_kernels(
     num_jobs = min(len(cases), jobs or (min(MAX_PROCESSES, os.cpu_count() or 1) if target.type == "cuda" else 1))
     probe = functools.partial(probe_by_name, name, device=str(target), fills=chosen_fills, tolerance=tolerance)
     reports = _run(probe, cases, num_jobs)
-    counts = {status: sum(report.status == status for report in reports) for status in ("clean", "leak", "wrong", "control", "refused")}
+    counts = {status: sum(report.status == status for report in reports) for status in ("clean", "leak", "out of range", "wrong", "control", "refused")}
     if as_json:
         _write_json(reports, counts, name, target)
     else:
@@ -60,7 +60,8 @@ def probe_kernels(
         raise typer.Exit(EXIT_ERROR)
     # Others may take what they like; ours must take every case of the matrix.
     refused_by_ours = counts["refused"] if backend is not None else 0
-    if counts["leak"] + counts["wrong"] + counts["control"] + refused_by_ours:
+    found = len(reports) - counts["clean"] - counts["refused"]
+    if found + refused_by_ours:
         raise typer.Exit(EXIT_FOUND)
 
 
