@@ -1,7 +1,8 @@
 """Repairs to Triton's CPU interpreter, so that it judges kernels fairly, and a watch on every address that a kernel touches.
 
 Triton 3.6.0's interpreter decodes the e4m3fn bytes 0x7F and 0xFF as 480 and -480, which would hide every leak of an fp8 value (0 * 480 is 0), and
-cuts fp32 to bf16 by dropping bits. The repair replaces its float conversion for these types alone; compiled kernels are not concerned.
+cuts fp32 to bf16 by dropping bits; with NumPy 2.4 it fails at a loop whose bound is computed. The repairs are for these alone; compiled kernels are
+not concerned.
 
 On a GPU a page id of INT_MAX, dereferenced, ends the process, or silently reads somebody's memory. Here the watch finds it: lanes that a mask lets through must
 lie within the buffers of the call. Offending lanes are not touched, and the call fails afterwards.
@@ -88,6 +89,14 @@ def repair_interpreter() -> None:
         return store(self, ptrs, value, mask, *rest)
 
     builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_with_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        # A scalar is an array of one element there, of which NumPy makes no int from 2.4 on.
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor_with_index
 
 
 @contextmanager

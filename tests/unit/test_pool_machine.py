@@ -192,7 +192,8 @@ class AllocateTakesWhatThereIs(PageLedger):
 
 
 FAULTS: dict[type[PageLedger], str] = {
-    ReleaseForgetsAPage: "a reference was lost without a release",
+    # A forgotten page that should have been refused shows first in some runs.
+    ReleaseForgetsAPage: "a reference was lost without a release|DID NOT RAISE",
     ReleaseFreesSharedPages: "it was released behind a holder's back",
     ReleaseStopsHalfway: "it was released behind a holder's back",
     ReleaseAcceptsFreePages: "DID NOT RAISE",
