@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -30,6 +31,7 @@ def probe_kernels(
     mask_unowned_kv: Annotated[bool, typer.Option(help="False asks for the old contract, which must leak.")] = True,
     fills: Annotated[str | None, typer.Option(help="Comma-separated, of 0x7f, 0xff, nan, inf, max, random, stale.", show_default="all")] = None,
     name_filter: Annotated[str, typer.Option("--filter", help="Only cases whose name contains this.")] = "",
+    min_seq_len: Annotated[int, typer.Option(help="Leave out shorter sequences, for kernels that refuse them.", min=0)] = 0,
     tolerance: Annotated[float, typer.Option(help="Times the error bound, for kernels that compute in fp8.")] = 1.0,
     jobs: Annotated[int | None, typer.Option(help="Processes.", min=1, show_default="on a GPU one per core, 16 at most; else 1")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
@@ -44,7 +46,7 @@ def probe_kernels(
         fail("give one of --backend (triton, reference) and --adapter (leaky_control, flashinfer_xqa, ..., or module:function)")
     name = backend or adapter or ""
     target = torch_device(device)
-    cases = _cases(matrix, name_filter, mask_unowned_kv=mask_unowned_kv, short=_interpreted())
+    cases = _cases(matrix, name_filter, mask_unowned_kv=mask_unowned_kv, short=_interpreted(), min_seq_len=min_seq_len)
     chosen_fills = _fills(fills)
     from atoll.probe.parallel import MAX_PROCESSES, probe_by_name
 
@@ -72,7 +74,7 @@ def _interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def _cases(matrix_size: Literal["quick", "full"], name_filter: str, *, mask_unowned_kv: bool, short: bool) -> "list[Case]":
+def _cases(matrix_size: Literal["quick", "full"], name_filter: str, *, mask_unowned_kv: bool, short: bool, min_seq_len: int) -> "list[Case]":
     from atoll.probe.cases import with_flags
     from atoll.probe.matrix import matrix
 
@@ -80,7 +82,10 @@ def _cases(matrix_size: Literal["quick", "full"], name_filter: str, *, mask_unow
     chosen = [case for case in cases if name_filter in case.name]
     if not chosen:
         raise ConfigError(f"no case of --matrix {matrix_size} contains {name_filter!r}; names look like {cases[0].name!r}")
-    return chosen
+    longer = [replace(case, seq_lens=tuple(length for length in case.seq_lens if length >= min_seq_len)) for case in chosen]
+    if not all(case.seq_lens for case in longer):
+        raise ConfigError(f"--min-seq-len {min_seq_len} leaves some case without a sequence; the longest are {max(chosen[0].seq_lens)} tokens, use less")
+    return longer
 
 
 def _fills(given: str | None) -> tuple[str, ...]:

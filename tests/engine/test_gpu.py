@@ -1,5 +1,6 @@
 """The engine on a GPU: CUDA graphs replay what runs eagerly, bit for bit, and nothing depends on what lies in the pool."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -23,6 +24,14 @@ def loaded() -> TinyLoaded:
 
 def make_llm(loaded: TinyLoaded, **options: Any) -> LLM:
     return LLM.from_loaded(loaded, **{"max_num_seqs": 12, "max_model_len": 256, **options})  # type: ignore[arg-type]
+
+
+def on_wait(mode: str) -> None:
+    """What torch does when the host waits for the device: "default" nothing, "error" raise."""
+    with warnings.catch_warnings():
+        # Torch warns, once, that it does not see every wait.
+        warnings.simplefilter("ignore", UserWarning)
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def results(llm: LLM, count: int = 12) -> list[tuple[list[int], list[float]]]:
@@ -75,19 +84,19 @@ def test_a_decode_step_waits_for_the_device_once(loaded: TinyLoaded, monkeypatch
 
     def sample_unwatched(*args: Any) -> Any:
         # Reading the tokens is the one wait; before it none is allowed.
-        torch.cuda.set_sync_debug_mode("default")
+        on_wait("default")
         try:
             return sample(*args)
         finally:
-            torch.cuda.set_sync_debug_mode("error")
+            on_wait("error")
 
     monkeypatch.setattr(runner_module, "sample", sample_unwatched)
-    torch.cuda.set_sync_debug_mode("error")
+    on_wait("error")
     try:
         # A wait would raise here.
         assert sum(len(next(stream).token_ids) for _ in range(8)) == 8
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        on_wait("default")
         stream.close()  # type: ignore[attr-defined]
 
 

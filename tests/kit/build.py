@@ -89,12 +89,12 @@ class _Recorder:
 
 def decode_launches(spec: DecodeSpec, target: str) -> list[Launch]:
     """The split and combine kernels as the backend would launch them for a middling batch on that target."""
-    config = triton_decode.config(spec, BatchShape(batch=16, max_seq_len=16384, num_sms=132))
+    nvidia = target.startswith("sm_")
+    config = triton_decode.config(spec, BatchShape(batch=16, max_seq_len=16384, num_sms=132, amd=not nvidia))
     problem = Case(spec, (40, 200)).make()
     # The plan only makes the workspace here; this host cannot run the Triton backend.
     plan = plan_decode(spec, problem.seq_lens, problem.page_table, backend="reference", config=config)
     out, lse = torch.empty_like(problem.q), torch.empty(problem.q.shape[:3])
-    nvidia = target.startswith("sm_")
 
     def launch_options(_: torch.device, max_registers: int | None = None) -> dict[str, int | bool]:
         registers = {"maxnreg": max_registers} if max_registers is not None else {}

@@ -30,9 +30,6 @@ DECODE = {
 }
 APPEND = {name: spec(name, 16, 128, 8) for name in ("bf16", "fp8_tensor", "fp8_token")}
 
-# The backend's tuning is an H200's. Its 4 or 5 stages spill on AMD, and at D 256 they do not fit into the 64 KiB of gfx942.
-OPTIONS: dict[str, dict[str, int]] = {"sm_90": {}, "gfx942": {"num_stages": 1}, "gfx950": {"num_stages": 1}}
-
 Builds = dict[tuple[str, str], Future[list[Cost]]]
 
 
@@ -41,7 +38,7 @@ def builds() -> Iterator[Builds]:
     """All builds at once, over processes in which Triton compiles and does not interpret."""
     pool = compiling_pool()
     jobs = [(name, decode_launches, spec) for name, spec in DECODE.items()] + [(name, append_launches, spec) for name, spec in APPEND.items()]
-    builds = {(name, target): pool.submit(build_costs, launches_of, spec, target, **OPTIONS[target]) for target in TARGETS for name, launches_of, spec in jobs}
+    builds = {(name, target): pool.submit(build_costs, launches_of, spec, target) for target in TARGETS for name, launches_of, spec in jobs}
     for target in ("sm_90", "gfx942"):
         # One warp's registers for 128 x 256 fp32 accumulators.
         builds["made to spill", target] = pool.submit(build_costs, decode_launches, DECODE["bf16 p64 d256 rows 128"], target, num_warps=1, num_stages=1)

@@ -22,7 +22,7 @@ def decode_attention(
     `lse` is the natural log-sum-exp of the scaled, capped scores; with `sinks` the sink counts as one more key whose value is zero, so states still merge.
 
     Edge: seq_len 0, or a query row that sees no key, gives out 0 and lse -inf, whatever the sink.
-    Error: `|out - ref| <= 2 |lowprec - ref| + rounding` (tests/ops/test_decode.py).
+    Error: `|out - ref| <= 2 |lowprec - ref| + rounding` (tests/ops/test_decode_numerics.py).
     Raises: SpecError for a shape, dtype or device that does not fit the plan, before any launch.
     """
     spec = plan.spec

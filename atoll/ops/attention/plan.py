@@ -24,6 +24,7 @@ class BatchShape:
     batch: int
     max_seq_len: int  # tokens; an upper bound that holds for every refill
     num_sms: int  # multiprocessors of the device, 1 on a CPU
+    amd: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def plan_decode(
     elif longest is not None and longest > max_seq_len:
         raise SpecError(f"seq_len {longest} is above max_seq_len {max_seq_len}; raise max_seq_len")
     name, module, refusals = choose_backend(spec, target, backend)
-    shape = BatchShape(batch, max_seq_len, _num_sms(target))
+    shape = BatchShape(batch, max_seq_len, _num_sms(target), amd=target.type == "cuda" and torch.version.hip is not None)
     config = config or module.config(spec, shape)
     rows = spec.query_len * spec.group_size
     splits = config.num_splits if config.num_splits > 1 else 0

@@ -141,6 +141,8 @@ def check_kv(spec: DecodeSpec, kv: PagedKV) -> None:
             raise SpecError(
                 f"{name} is {scale.dtype} of shape {tuple(scale.shape)}, kv_format {spec.kv_format!r} asks for torch.float32 of shape {scale_shape}"
             )
+        if scale.device != kv.k.device:
+            raise SpecError(f"{name} is on {scale.device}, the pages on {kv.k.device}; keep both on one device")
 
 
 def _page_size_message(page_size: int) -> str:
