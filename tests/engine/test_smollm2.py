@@ -113,9 +113,11 @@ def test_chunked_on_a_poisoned_pool_equals_batched(batched: tuple[str, list[list
 
 
 def test_a_bf16_cache_tips_only_near_ties(batched: tuple[str, list[list[int]]], smollm2: LoadedModel, oracle: Any) -> None:
-    """Against transformers without any rounding. Measured: none of 640 tokens with fp32, 3 with bf16, by 0.008 at most."""
+    """Against transformers without any rounding."""
     kv_format, tokens = batched
     places = [place for found in all_disagreements(oracle, smollm2, tokens, "fp32").values() for place in found]
+    worst = max((by for _, by in places), default=0.0)
+    print(f"{kv_format}: transformers prefers another token in {len(places)} of {NUM_TOKENS * len(PROMPTS)} places, by {worst:.4f} logits at most")
     assert len(places) <= (0.02 * NUM_TOKENS * len(PROMPTS) if kv_format == "bf16" else 0)
     assert all(by < 0.05 for _, by in places)
 
