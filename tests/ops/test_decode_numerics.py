@@ -97,6 +97,12 @@ def test_batch_invariant_holds_in_the_interpreter(interpreter: WorkerPool) -> No
     assert same.result() == 0
 
 
+def test_batch_invariant_with_the_backends_own_splits_in_the_interpreter(interpreter: WorkerPool) -> None:
+    """The crowd's longest sequence needs a second split, the others alone do not; a sink would show the difference between one split and more."""
+    crowd = Case(spec(batch_invariant=True, sinks=True, head_dim=32), (1, 17, 1100))
+    assert interpreter.submit(rows_changed_alone, "triton", crowd).result() == 0
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_same_plan_gives_same_bits(backend: str, device: torch.device) -> None:
     problem = Case(spec("fp8_tensor", query_len=4), hostile_lengths(16)).make(device)

@@ -9,21 +9,19 @@ Lines that end in `# owned: name` are the promise; tests/ops/test_mutation.py ta
 Source: online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867); split-KV with a log-sum-exp merge, Flash-Decoding (Dao et al. 2023).
 """
 
-import math
 from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
-from atoll.ops.attention.combine import add_sink, close_state, combine, has_dependent_launch, launch_options, owned_tiles
+from atoll.ops.attention.combine import LN_2, LOG2_E, add_sink, close_state, combine, has_dependent_launch, launch_options, owned_tiles
 from atoll.ops.attention.plan import BatchShape, DecodeConfig, DecodePlan
 from atoll.ops.attention.spec import DecodeSpec, PagedKV, is_power_of_two
 from atoll.ops.quant.formats import is_fp8
 
 MASKS_UNOWNED = True
 
-LOG2_E = math.log2(math.e)
 HEAD_DIMS = (16, 32, 64, 128, 256)
 MAX_SPLITS = 128
 
@@ -64,7 +62,8 @@ def _config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
     if spec.batch_invariant:
         # A fixed share per program: how a sequence is cut depends on its own length alone.
         tile, tiles_per_split = (64, 16) if rows <= 16 else (32, 32)
-        num_splits = -(-_max_tiles(spec, shape, tile) // tiles_per_split)
+        # Two splits at least: with one the sink would be added before the division, with more after it, and the last bit shows.
+        num_splits = max(2, -(-_max_tiles(spec, shape, tile) // tiles_per_split))
         return DecodeConfig(tile, num_splits, tiles_per_split, 4 if rows <= 32 else 8, 3)
     programs = max(1, shape.batch * spec.num_kv_heads)
     tokens_per_sm = programs * min(shape.max_seq_len, spec.window or shape.max_seq_len) / shape.num_sms
@@ -337,7 +336,7 @@ def decode_split_kernel(
     o_out = i_b * stride_out_b + o_t * stride_out_t + o_h * stride_out_h
     o_lse = i_b * stride_lse_b + o_t * stride_lse_t + o_h * stride_lse_h
     tl.store(out_ptr + o_out[:, None] + o_d[None, :], b_out.to(out_ptr.dtype.element_ty), mask=m_rows[:, None])
-    tl.store(lse_ptr + o_lse[:, None], b_lse * 0.6931471805599453, mask=m_rows[:, None])
+    tl.store(lse_ptr + o_lse[:, None], b_lse * LN_2, mask=m_rows[:, None])
 
 
 @triton.jit
@@ -404,8 +403,8 @@ def _attend_rows(
         b_s = b_s * tl.load(k_scale_ptr + page * stride_ks_p + slot * stride_ks_s)[None, :]
     if SOFT_CAP:
         # cap * tanh(s / cap) as 2 * sigmoid(2 s / cap) - 1, which keeps NaN and saturates at both ends
-        b_s = soft_cap * (2.0 / (1.0 + tl.exp2(b_s * (-2.0 * 1.4426950408889634 / soft_cap))) - 1.0)
-    b_s = b_s * 1.4426950408889634
+        b_s = soft_cap * (2.0 / (1.0 + tl.exp2(b_s * (-2.0 * LOG2_E / soft_cap))) - 1.0)
+    b_s = b_s * LOG2_E
     m_seen = m_rows[None, :]
     if KIND == PARTLY:
         if CAUSAL:
