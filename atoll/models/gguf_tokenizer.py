@@ -15,6 +15,7 @@ from atoll.models.tokenizer import Tokenizer
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
 _LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")  # digits one by one
 
 
 def _split_gpt2() -> pre_tokenizers.PreTokenizer:
@@ -25,13 +26,18 @@ def _split_smollm() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _split_gpt2()])
 
 
-def _split_llama3() -> pre_tokenizers.PreTokenizer:
-    split = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated")
+def _split_by(pattern: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 # tokenizer.ggml.pre -> how text is cut before byte-level BPE.
-PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {"gpt-2": _split_gpt2, "smollm": _split_smollm, "llama-bpe": _split_llama3}
+PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
+    "gpt-2": _split_gpt2,
+    "smollm": _split_smollm,
+    "llama-bpe": lambda: _split_by(_LLAMA3_SPLIT),
+    "qwen2": lambda: _split_by(_QWEN2_SPLIT),
+}
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], eos_token_ids: tuple[int, ...], path: str) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""A GGUF file of the Llama family under Hugging Face names and in the half-split rotary convention."""
+"""A GGUF file of a Llama or Qwen3 under Hugging Face names and in the half-split rotary convention."""
 
 import re
 from collections.abc import Collection
@@ -16,23 +16,28 @@ _LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# llama.cpp's converter reorders the rows of q and k of these; the others' are half-split, as in the folder that they came from.
+_INTERLEAVED = ("llama", "mistral")
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
 
 class GGUFWeights:
-    """A `WeightSource` over a GGUF file; a name that the Llama family does not know passes through, to be reported as unexpected."""
+    """A `WeightSource` over a GGUF file; a name that is not in the tables passes through, to be reported as unexpected."""
 
     def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
         self.path = file.path
         self._file = file
         self._own_names = {hf_name(name): name for name in file.names() if name != ROPE_FACTORS}
-        self._heads = {"q_proj.weight": config.num_q_heads, "k_proj.weight": config.num_kv_heads}
+        reordered = {"q_proj.weight": config.num_q_heads, "k_proj.weight": config.num_kv_heads}
+        self._heads = reordered if config.model_type in _INTERLEAVED else {}
 
     def names(self) -> Collection[str]:
         return self._own_names.keys()

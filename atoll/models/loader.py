@@ -20,6 +20,7 @@ from atoll.models.tokenizer import Tokenizer, tokenizer_from_folder
 MODELS: dict[str, str] = {
     "llama": "atoll.models.llama:LlamaModel",
     "mistral": "atoll.models.llama:LlamaModel",
+    "qwen3": "atoll.models.qwen3:Qwen3Model",
 }
 
 
@@ -76,7 +77,7 @@ def load_model(path_or_name: str, *, device: torch.device | str = "cpu", dtype: 
     config, weights, tokenizer = _open_folder(path) if path.is_dir() else _open_gguf(path)
     module, _, attribute = MODELS[config.model_type].partition(":")
     model_class = getattr(importlib.import_module(module), attribute)
-    check_weights(weights, model_class.tensor_shapes(config), config)
+    check_weights(weights, model_class.tensor_shapes(config, weights.names()), config)
     return LoadedModel(model_class(config, weights, device, dtype or default_dtype(device)), config, tokenizer)
 
 

@@ -13,6 +13,7 @@ ROPE_SCALINGS = ("default", "linear", "llama3")
 _HF_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
     "mistral": {"rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen3": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
 }
 
 
@@ -79,7 +80,7 @@ def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | No
         tie_embeddings=bool(given.get("tie_word_embeddings", False)),
         eos_token_ids=_merge_ids((generation or {}).get("eos_token_id"), given.get("eos_token_id")),
         rope_scaling=_hf_rope_scaling(rope),
-        window=None if given.get("sliding_window") is None else _count(given, "sliding_window"),
+        window=_hf_window(given),
     )
 
 
@@ -140,6 +141,15 @@ def _refuse_hf(given: Mapping[str, Any]) -> None:
     for key in ("attention_bias", "mlp_bias"):
         if given.get(key):
             raise ModelError(f"the model's config gives {key} = true; only projections without bias are supported")
+
+
+def _hf_window(given: Mapping[str, Any]) -> int | None:
+    # Qwen's configs name a window and then say whether it is used.
+    if given.get("sliding_window") is None or not given.get("use_sliding_window", True):
+        return None
+    if "use_sliding_window" in given:
+        raise ModelError(f"the model's config gives use_sliding_window = {given['use_sliding_window']!r}; windows on a part of the layers are not supported")
+    return _count(given, "sliding_window")
 
 
 def _hf_rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:

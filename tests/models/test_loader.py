@@ -67,6 +67,7 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, r"4 query heads for 3 KV heads"),
         ({"head_dim": 7}, r"head_dim 7; rotary"),
         ({"hidden_act": "gelu"}, r"hidden_act 'gelu'; only 'silu'"),
+        ({"use_sliding_window": True, "sliding_window": 8}, r"use_sliding_window = True; windows on a part of the layers are not supported"),
         ({"attention_bias": True}, r"attention_bias = true; only projections without bias"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantized \(.*fp8.*\); use an unquantized"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, r"rope scaling 'yarn' is not supported; supported: default, linear, llama3"),
@@ -179,7 +180,7 @@ def test_a_damaged_gguf_header_is_an_error_of_ours_or_harmless(seed: int, tiny_g
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"general.architecture": "qwen3"}, r"model type 'qwen3', which is not supported; supported: llama, mistral"),
+        ({"general.architecture": "gemma"}, r"model type 'gemma', which is not supported; supported: llama, mistral"),
         ({"llama.expert_count": 8}, r"8 experts per layer"),
         ({"llama.rope.scaling.type": "yarn"}, r"rope scaling 'yarn'"),
         ({"llama.rope.dimension_count": 6}, r"rotates 6 of 12 head dimensions"),

@@ -185,6 +185,8 @@ def test_llama3_text_is_cut_by_its_own_rule() -> None:
     # Digits go in threes: 123 | 4, where a plain byte-level tokenizer would keep the four together.
     assert tokenizer.encode("1234") == [3, 5]
     assert tokenizer.encode("   12") == [8, 7, 2]
+    # Qwen's rule differs in this alone: digits go one by one.
+    assert tokenizer_from_gguf(metadata | {"tokenizer.ggml.pre": "qwen2"}, (), "test.gguf").encode("   12") == [8, 7, 0, 1]
 
 
 @pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.Sequence([decoders.Replace("_", " "), decoders.Fuse()])])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<s>", "</s>", "he"]
 VOCAB_SIZE = 300  # the tokens, and padding as models have it
@@ -27,10 +27,17 @@ SHAPE: dict[str, Any] = {
 }
 
 
+MODEL_CLASSES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
 def make_folder(folder: Path, model_type: str = "llama", *, max_shard_size: str = "1GB", **changes: Any) -> Any:
     """Write a random model with its tokenizer; returns transformers' own model of it, fp32."""
     torch.manual_seed(0)
-    config_class, model_class = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM)}[model_type]
+    config_class, model_class = MODEL_CLASSES[model_type]
     model = model_class(config_class(**{**SHAPE, **changes})).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name:  # all ones otherwise: a norm's weight that is left out would not show

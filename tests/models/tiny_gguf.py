@@ -13,16 +13,18 @@ from tests.models.tiny import TOKENS, VOCAB_SIZE
 def make_gguf(path: Path, model: Any, *, rope_factors: Sequence[float] = (), drop: str | None = None, **metadata: Any) -> None:
     """Write transformers' model as llama.cpp's converter lays it out; `drop` leaves one tensor out, `metadata` adds or changes keys."""
     config = model.config
-    writer = gguf.GGUFWriter(str(path), "llama")
+    arch = config.model_type
+    writer = gguf.GGUFWriter(str(path), arch)
     keys: dict[str, Any] = {
-        "llama.block_count": config.num_hidden_layers,
-        "llama.context_length": config.max_position_embeddings,
-        "llama.embedding_length": config.hidden_size,
-        "llama.feed_forward_length": config.intermediate_size,
-        "llama.attention.head_count": config.num_attention_heads,
-        "llama.attention.head_count_kv": config.num_key_value_heads,
-        "llama.rope.freq_base": config.rope_parameters["rope_theta"],
-        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        f"{arch}.block_count": config.num_hidden_layers,
+        f"{arch}.context_length": config.max_position_embeddings,
+        f"{arch}.embedding_length": config.hidden_size,
+        f"{arch}.feed_forward_length": config.intermediate_size,
+        f"{arch}.attention.head_count": config.num_attention_heads,
+        f"{arch}.attention.head_count_kv": config.num_key_value_heads,
+        f"{arch}.rope.freq_base": config.rope_parameters["rope_theta"],
+        f"{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        f"{arch}.attention.key_length": config.head_dim,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.eos_token_id": 257,
@@ -47,12 +49,13 @@ def make_gguf(path: Path, model: Any, *, rope_factors: Sequence[float] = (), dro
 
 
 def gguf_tensors(model: Any) -> dict[str, np.ndarray]:
-    """The weights under GGUF's names; rows of q and k with rotation partners side by side, as llama.cpp wants them."""
+    """The weights under GGUF's names; of a Llama, rows of q and k with rotation partners side by side, as llama.cpp wants them."""
     names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output"}
+    names |= {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
     names |= {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
     names |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
     outer = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
-    heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
+    heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads} if model.config.model_type == "llama" else {}
     tensors = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach().numpy()
