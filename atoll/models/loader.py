@@ -4,17 +4,21 @@ import importlib
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from atoll.errors import ModelError
 from atoll.models.base import Model, WeightSource
+from atoll.models.decoder import DecoderBase
 from atoll.models.gguf_file import GGUFFile
 from atoll.models.gguf_tokenizer import tokenizer_from_gguf
 from atoll.models.gguf_weights import ROPE_FACTORS, GGUFWeights
-from atoll.models.model_config import ModelConfig, config_from_gguf, config_from_hf
+from atoll.models.model_config import ModelConfig, canonical_model_type, config_from_gguf, config_from_hf
 from atoll.models.safetensors_weights import SafetensorsWeights, read_json
 from atoll.models.tokenizer import Tokenizer, tokenizer_from_folder
+
+ModelT = TypeVar("ModelT", bound=DecoderBase)
 
 # Hugging Face model_type (for GGUF: general.architecture) -> the class that computes it.
 MODELS: dict[str, str] = {
@@ -22,6 +26,10 @@ MODELS: dict[str, str] = {
     "mistral": "atoll.models.llama:LlamaModel",
     "qwen3": "atoll.models.qwen3:Qwen3Model",
 }
+
+
+# Multi-token prediction and the image encoder.
+_BESIDE_HYBRIDS = ("mtp.", "model.visual.")
 
 
 @dataclass(frozen=True)
@@ -77,8 +85,14 @@ def load_model(path_or_name: str, *, device: torch.device | str = "cpu", dtype: 
     config, weights, tokenizer = _open_folder(path) if path.is_dir() else _open_gguf(path)
     module, _, attribute = MODELS[config.model_type].partition(":")
     model_class = getattr(importlib.import_module(module), attribute)
+    model = build_model(model_class, config, weights, device, dtype or default_dtype(device))
+    return LoadedModel(model, config, tokenizer)
+
+
+def build_model(model_class: type[ModelT], config: ModelConfig, weights: WeightSource, device: torch.device, dtype: torch.dtype) -> ModelT:
+    """The model of one checkpoint. Raises ModelError, naming the tensor, where the two do not fit."""
     check_weights(weights, model_class.tensor_shapes(config, weights.names()), config)
-    return LoadedModel(model_class(config, weights, device, dtype or default_dtype(device)), config, tokenizer)
+    return model_class(config, weights, device, dtype)
 
 
 def default_dtype(device: torch.device | str) -> torch.dtype:
@@ -110,13 +124,15 @@ def check_weights(weights: WeightSource, expected: dict[str, tuple[int, ...]], c
 
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:
-    """Tensors that some checkpoints carry and that say nothing new: rotary tables, and a copy of tied embeddings."""
+    """Tensors that say nothing new (rotary tables, a copy of tied embeddings), and, beside a hybrid decoder, the parts of a checkpoint that are not it."""
+    if config.linear_layers and name.startswith(_BESIDE_HYBRIDS):
+        return True
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
 
 
 def _open_folder(folder: Path) -> tuple[ModelConfig, WeightSource, Tokenizer]:
     raw = read_json(folder / "config.json")
-    _check_supported(raw.get("model_type"), folder)
+    _check_supported(canonical_model_type(raw.get("model_type")), folder)
     generation = folder / "generation_config.json"
     config = config_from_hf(raw, read_json(generation) if generation.exists() else None)
     return config, SafetensorsWeights(folder), tokenizer_from_folder(folder, config.eos_token_ids)

@@ -9,12 +9,33 @@ from atoll.errors import ModelError
 
 ROPE_SCALINGS = ("default", "linear", "llama3")
 
+_HYBRID_DEFAULTS: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 # What Hugging Face's config class assumes for a key that config.json leaves out.
 _HF_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
     "mistral": {"rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     "qwen3": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_next": _HYBRID_DEFAULTS
+    | {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+    "qwen3_5": _HYBRID_DEFAULTS | {"num_key_value_heads": 4},
+    "qwen3_5_moe": _HYBRID_DEFAULTS
+    | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
 }
+_HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+_MIXTURES = ("qwen3_next", "qwen3_5_moe")
+# The text part of a model with an image encoder, saved alone.
+_TEXT_TYPES = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 
 
 @dataclass(frozen=True)
@@ -30,13 +51,56 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class DeltaShape:
+    """The linear-attention layers of a hybrid model: a causal conv and the gated delta rule."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    conv_width: int  # tokens
+
+    def __post_init__(self) -> None:
+        if self.num_v_heads % self.num_k_heads:
+            raise ModelError(
+                f"the model's config gives {self.num_v_heads} value heads for {self.num_k_heads} key heads in linear attention; it must be a multiple"
+            )
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of v, and of the output, over all heads."""
+        return self.num_v_heads * self.v_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of q, k and v over all heads: what the conv runs over."""
+        return 2 * self.num_k_heads * self.k_head_dim + self.value_dim
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    """The mixtures of experts of a model that has them."""
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int  # intermediate size of each
+    shared_expert_size: int  # intermediate size
+    normalize_weights: bool  # whether the weights of a token's experts are scaled to sum to 1
+    dense_layers: tuple[int, ...] = ()  # layers with a dense MLP instead
+
+    def __post_init__(self) -> None:
+        if self.experts_per_token > self.num_experts:
+            raise ModelError(f"the model's config sends a token to {self.experts_per_token} experts of {self.num_experts}; it cannot be more than there are")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder's shape. `window` counts the query itself, as in the attention spec."""
 
     model_type: str
     num_layers: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of dense MLPs; 0 where there are none
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
@@ -48,31 +112,49 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     rope_scaling: RopeScaling | None = None
     window: int | None = None  # keys a query sees, itself included; None: all
+    rotary_dim: int | None = None  # leading dimensions of a head that turn; None: all
+    linear_layers: tuple[int, ...] = ()  # those that are linear attention; the others attend
+    delta: DeltaShape | None = None  # given where there are linear layers
+    moe: MoEShape | None = None  # None: every MLP is dense
 
     def __post_init__(self) -> None:
         if self.num_q_heads % self.num_kv_heads:
             raise ModelError(f"the model's config gives {self.num_q_heads} query heads for {self.num_kv_heads} KV heads; it must be a multiple")
         if self.head_dim % 2:
             raise ModelError(f"the model's config gives head_dim {self.head_dim}; rotary embedding needs an even one")
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim):
+            raise ModelError(f"the model's config turns {self.rotary_dim} of {self.head_dim} head dimensions; it must be an even number of them, at least 2")
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with keys and values; `attend` counts these."""
+        return self.num_layers - len(self.linear_layers)
+
+    def is_linear(self, layer: int) -> bool:
+        return layer in self.linear_layers
 
 
 def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-    """From the contents of config.json and, where there is one, generation_config.json."""
-    model_type = str(config.get("model_type"))
+    """From the contents of config.json and, where there is one, generation_config.json. Of a model with an image encoder, the text part."""
+    model_type = str(canonical_model_type(config.get("model_type")))
+    config = _text_part(config)
     # A null is as good as a key left out: Hugging Face writes both.
     given = _HF_DEFAULTS.get(model_type, {}) | {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
     _refuse_hf(given)
     num_q_heads = _count(given, "num_attention_heads")
     hidden_size = _count(given, "hidden_size")
     rope = given.get("rope_parameters") or (given.get("rope_scaling") or {}) | {"rope_theta": given.get("rope_theta", 10000.0)}
+    head_dim = _count(given, "head_dim", hidden_size // num_q_heads)
+    linear_layers = _hf_linear_layers(given) if model_type in _HYBRIDS else ()
+    moe = _hf_moe(given, model_type) if model_type in _MIXTURES else None
     return ModelConfig(
         model_type=model_type,
         num_layers=_count(given, "num_hidden_layers"),
         hidden_size=hidden_size,
-        intermediate_size=_count(given, "intermediate_size"),
+        intermediate_size=_count(given, "intermediate_size") if moe is None or moe.dense_layers else 0,
         num_q_heads=num_q_heads,
         num_kv_heads=_count(given, "num_key_value_heads", num_q_heads),
-        head_dim=_count(given, "head_dim", hidden_size // num_q_heads),
+        head_dim=head_dim,
         vocab_size=_count(given, "vocab_size"),
         max_position=_count(given, "max_position_embeddings"),
         rope_theta=_number(rope, "rope_theta", 10000.0),
@@ -81,7 +163,16 @@ def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | No
         eos_token_ids=_merge_ids((generation or {}).get("eos_token_id"), given.get("eos_token_id")),
         rope_scaling=_hf_rope_scaling(rope),
         window=_hf_window(given),
+        rotary_dim=_hf_rotary_dim(given, rope, head_dim, is_hybrid=model_type in _HYBRIDS),
+        linear_layers=linear_layers,
+        delta=_hf_delta(given) if linear_layers else None,
+        moe=moe,
     )
+
+
+def canonical_model_type(model_type: object) -> object:
+    """The model_type whose file computes it; anything unknown is returned as it is."""
+    return _TEXT_TYPES.get(model_type, model_type) if isinstance(model_type, str) else model_type
 
 
 def config_from_gguf(metadata: Mapping[str, Any], *, vocab_size: int, tie_embeddings: bool, rope_factors: tuple[float, ...] = ()) -> ModelConfig:
@@ -132,12 +223,24 @@ def _number(given: Mapping[str, Any], key: str, default: float | None = None) ->
     return float(value)
 
 
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config")
+    if text is None:
+        return config
+    if not isinstance(text, Mapping):
+        raise ModelError(f"the model's config gives text_config = {text!r}; it must be an object, so the file is damaged")
+    # The output matrix stands beside the text model, so the outer config says whether it is tied.
+    return {**config, **text, "tie_word_embeddings": config.get("tie_word_embeddings", text.get("tie_word_embeddings"))}
+
+
 def _refuse_hf(given: Mapping[str, Any]) -> None:
     """Raise for what would load and compute something else than the model."""
     if given.get("quantization_config"):
         raise ModelError(f"the checkpoint is quantized ({given['quantization_config']}); use an unquantized safetensors folder, or a GGUF file")
     if given.get("hidden_act", "silu") != "silu":
         raise ModelError(f"the model's config gives hidden_act {given['hidden_act']!r}; only 'silu' is supported")
+    if not given.get("attn_output_gate", True):
+        raise ModelError("the model's config gives attn_output_gate = false; only attention with an output gate is supported for this model type")
     for key in ("attention_bias", "mlp_bias"):
         if given.get(key):
             raise ModelError(f"the model's config gives {key} = true; only projections without bias are supported")
@@ -150,6 +253,56 @@ def _hf_window(given: Mapping[str, Any]) -> int | None:
     if "use_sliding_window" in given:
         raise ModelError(f"the model's config gives use_sliding_window = {given['use_sliding_window']!r}; windows on a part of the layers are not supported")
     return _count(given, "sliding_window")
+
+
+def _hf_linear_layers(given: Mapping[str, Any]) -> tuple[int, ...]:
+    num_layers = _count(given, "num_hidden_layers")
+    kinds = given.get("layer_types")
+    if kinds is None:
+        interval = _count(given, "full_attention_interval")
+        return tuple(i for i in range(num_layers) if (i + 1) % interval)
+    unknown = [kind for kind in kinds if kind not in ("linear_attention", "full_attention")]
+    if unknown:
+        raise ModelError(f"the model's config has a layer of type {unknown[0]!r}; supported: linear_attention, full_attention")
+    if len(kinds) != num_layers:
+        raise ModelError(f"the model's config names the types of {len(kinds)} layers and has num_hidden_layers = {num_layers}; the file is damaged")
+    return tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention")
+
+
+def _hf_delta(given: Mapping[str, Any]) -> DeltaShape:
+    return DeltaShape(
+        num_k_heads=_count(given, "linear_num_key_heads"),
+        num_v_heads=_count(given, "linear_num_value_heads"),
+        k_head_dim=_count(given, "linear_key_head_dim"),
+        v_head_dim=_count(given, "linear_value_head_dim"),
+        conv_width=_count(given, "linear_conv_kernel_dim"),
+    )
+
+
+def _hf_moe(given: Mapping[str, Any], model_type: str) -> MoEShape:
+    dense_layers: tuple[int, ...] = ()
+    normalize_weights = True
+    if model_type == "qwen3_next":  # the only one that leaves these open
+        dense, step = given.get("mlp_only_layers") or (), _count(given, "decoder_sparse_step", 1)
+        dense_layers = tuple(i for i in range(_count(given, "num_hidden_layers")) if i in dense or (i + 1) % step)
+        normalize_weights = bool(given.get("norm_topk_prob", True))
+    return MoEShape(
+        num_experts=_count(given, "num_experts"),
+        experts_per_token=_count(given, "num_experts_per_tok"),
+        expert_size=_count(given, "moe_intermediate_size"),
+        shared_expert_size=_count(given, "shared_expert_intermediate_size"),
+        normalize_weights=normalize_weights,
+        dense_layers=dense_layers,
+    )
+
+
+def _hf_rotary_dim(given: Mapping[str, Any], rope: Mapping[str, Any], head_dim: int, *, is_hybrid: bool) -> int | None:
+    factor = _number(rope, "partial_rotary_factor", _number(given, "partial_rotary_factor", 1.0))
+    if factor == 1.0:
+        return None
+    if not is_hybrid:
+        raise ModelError(f"the model's config gives partial_rotary_factor = {factor}; for this model type only 1 is supported")
+    return int(head_dim * factor)
 
 
 def _hf_rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:

@@ -7,7 +7,20 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<s>", "</s>", "he"]
 VOCAB_SIZE = 300  # the tokens, and padding as models have it
@@ -31,6 +44,9 @@ MODEL_CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
 }
 
 
@@ -39,14 +55,23 @@ def make_folder(folder: Path, model_type: str = "llama", *, max_shard_size: str 
     torch.manual_seed(0)
     config_class, model_class = MODEL_CLASSES[model_type]
     model = model_class(config_class(**{**SHAPE, **changes})).eval()
-    for name, parameter in model.named_parameters():
-        if "norm" in name:  # all ones otherwise: a norm's weight that is left out would not show
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    randomize(model)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     make_tokenizer().save(str(folder / "tokenizer.json"))
     roles = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(roles))
     return model
+
+
+def randomize(model: Any) -> None:
+    """Away from transformers' initial values, where they would hide a fault."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # all ones otherwise: a norm's weight that is left out would not show
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif name.endswith("A_log"):  # slow decay: a state that is forgotten at once hides how it came about, and costs the oracle's chunks digits
+            torch.nn.init.uniform_(parameter, -5.0, -1.0)
+        elif name.endswith("dt_bias"):
+            torch.nn.init.uniform_(parameter, -1.0, 1.0)
 
 
 CHAT_TEMPLATE = (
