@@ -66,8 +66,8 @@ def make_folder(folder: Path, model_type: str = "llama", *, max_shard_size: str 
 def randomize(model: Any) -> None:
     """Away from transformers' initial values, where they would hide a fault."""
     for name, parameter in model.named_parameters():
-        if "norm" in name:  # all ones otherwise: a norm's weight that is left out would not show
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        if "norm" in name:  # all 1, or 0 where zero-centred, otherwise: a norm's weight that is left out would not show
+            parameter.data += torch.empty_like(parameter).uniform_(-0.5, 0.5)
         elif name.endswith("A_log"):  # slow decay: a state that is forgotten at once hides how it came about, and costs the oracle's chunks digits
             torch.nn.init.uniform_(parameter, -5.0, -1.0)
         elif name.endswith("dt_bias"):
