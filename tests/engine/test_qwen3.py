@@ -1,4 +1,4 @@
-"""Qwen3 end to end: greedy tokens of the engine are those of transformers' generate, alone and in a crowd, chunked and whole."""
+"""Qwen3 end to end: greedy tokens of the engine are those of transformers' generate: alone, in a crowd, with prompts in chunks, and after preemption."""
 
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,19 @@ def generated(oracle: Any, prompt: list[int]) -> list[int]:
     return tokens[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 67}, {"page_size": 1, "num_pages": 300}], ids=["plain", "chunked", "scarce_pages"])
+def make(folder: Path, **options: Any) -> LLM:
+    return LLM(str(folder), device="cpu", dtype="float32", **{"kv_format": "fp32", "num_pages": 64, "max_num_seqs": 4, "max_model_len": 256} | options)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 67}, {"max_num_seqs": 1}], ids=["whole", "chunked", "alone"])
 def test_greedy_tokens_equal_transformers(options: dict[str, Any], folder: Path, oracle: Any) -> None:
-    llm = LLM(str(folder), device="cpu", dtype="float32", **{"kv_format": "fp32", "num_pages": 64, "max_num_seqs": 4, "max_model_len": 256} | options)
     wanted = [generated(oracle, prompt) for prompt in PROMPTS]
-    assert len({tuple(tokens) for tokens in wanted}) == 6
-    assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == wanted
+    assert len({tuple(tokens) for tokens in wanted}) == len(PROMPTS)
+    assert [output.token_ids for output in make(folder, **options).generate(PROMPTS, GREEDY)] == wanted
+
+
+def test_preempted_requests_equal_transformers(folder: Path, oracle: Any) -> None:
+    short = prompts(6, longest=40)
+    outputs = make(folder, page_size=1, num_pages=90, max_model_len=80).generate(short, GREEDY)
+    assert sum(output.num_preemptions for output in outputs) > 0
+    assert [output.token_ids for output in outputs] == [generated(oracle, prompt) for prompt in short]
