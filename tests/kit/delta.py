@@ -100,12 +100,13 @@ class StepCase:
     query_lens: tuple[int, ...] | None = None
     layout: str = "plain"
     trace: bool = False
+    owned_nan: bool = False  # in the first sequence's state at [0, 0, 0], and in the last channel of its last token
 
     @property
     def name(self) -> str:
         s = self.spec
         dims = f"HK{s.num_k_heads}-HV{s.num_v_heads}-DK{s.k_head_dim}-DV{s.v_head_dim}-W{s.conv_width}"
-        options = [self.layout, *(["ragged"] if self.query_lens else []), *(["trace"] if self.trace else [])]
+        options = [self.layout, *(["ragged"] if self.query_lens else []), *(["trace"] if self.trace else []), *(["nan"] if self.owned_nan else [])]
         return f"{dims}-{str(s.dtype).removeprefix('torch.')}-ql{self.query_len}-{'-'.join(options)}"
 
     def make(self, device: str = "cpu", fill: str = "nan") -> StepProblem:
@@ -130,6 +131,9 @@ class StepCase:
             if slot >= 0:
                 conv_states[slot] = torch.randn(spec.conv_state_shape, generator=rng).to(conv_states)
                 states[slot] = torch.randn(spec.state_shape, generator=rng).to(states)
+        if self.owned_nan:
+            states[self.slots[0], 0, 0, 0] = math.nan
+            mixed[0, lens[0] - 1, -1] = math.nan
         query_lens = torch.tensor(self.query_lens, dtype=torch.int32, device=device) if self.query_lens is not None else None
         slots = torch.tensor(self.slots, dtype=torch.int32, device=device)
         return StepProblem(
@@ -178,7 +182,7 @@ def differences(case: StepCase, step: Step, device: str = "cpu", fill: str = "ra
     tolerance = TOLERANCE[case.spec.dtype]
     for i_b in range(len(case.slots)):
         for name, part in want.answers(i_b).items():
-            if not torch.allclose(got.answers(i_b)[name].float(), part.float(), rtol=tolerance, atol=tolerance):
+            if not torch.allclose(got.answers(i_b)[name].float(), part.float(), rtol=tolerance, atol=tolerance, equal_nan=True):
                 faults.add(f"{name}: wrong value")
     return sorted(faults)
 

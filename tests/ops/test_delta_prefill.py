@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from transformers.models.qwen3_next import Qwen3NextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from atoll.errors import SpecError
@@ -52,27 +53,46 @@ def make_slots(fill: float = math.nan, dtype: torch.dtype = torch.float32) -> Sl
     return Slots(torch.full((NUM_SLOTS, *SPEC.conv_state_shape), fill, dtype=dtype), torch.full((NUM_SLOTS, *SPEC.state_shape), fill))
 
 
-def transformers_layer(x: Sequence) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Outputs and both states after a sequence, by transformers' functions in the order of its layer."""
-    mixed = qwen.causal_conv1d_fn(x.mixed.t()[None], x.weight, None, "silu").transpose(1, 2)
-    q, k, v = mixed.split([SPEC.key_dim, SPEC.key_dim, SPEC.value_dim], -1)
-    q, k = (y.unflatten(-1, (SPEC.num_k_heads, SPEC.k_head_dim)) for y in (q, k))
-    v = v.unflatten(-1, (SPEC.num_v_heads, SPEC.v_head_dim))
-    rule = qwen.torch_chunk_gated_delta_rule
-    out, state = rule(q, k, v, g=x.g[None], beta=x.beta[None], output_final_state=True, use_qk_l2norm_in_kernel=True)
-    padded = torch.nn.functional.pad(x.mixed.t(), (SPEC.conv_width - 1, 0))
-    return out[0], padded[:, -(SPEC.conv_width - 1) :], state[0]
+@pytest.fixture(scope="module")
+def layer() -> qwen.Qwen3NextGatedDeltaNet:
+    """A random layer of transformers with the sizes of SPEC."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4}
+    torch.manual_seed(0)
+    return qwen.Qwen3NextGatedDeltaNet(Qwen3NextConfig(hidden_size=48, num_hidden_layers=1, layer_types=["linear_attention"], **sizes), 0)
 
 
-def check_like_transformers(x: Sequence, out: torch.Tensor, slots: Slots) -> None:
-    for got, want in zip((out, slots.conv[SLOT], slots.states[SLOT]), transformers_layer(x), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+@torch.no_grad()
+def split_projections(layer: qwen.Qwen3NextGatedDeltaNet, hidden: torch.Tensor) -> tuple[Sequence, torch.Tensor]:
+    """What transformers' layer feeds to its conv and its gate, and z."""
+    q, k, v, z, b, a = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden))
+    g, beta = gate(a[0], b[0], layer.A_log, layer.dt_bias)
+    return Sequence(torch.cat([x[0].flatten(1) for x in (q, k, v)], -1), g, beta, layer.conv1d.weight[:, 0]), z[0]
+
+
+@torch.no_grad()
+def close_layer(layer: qwen.Qwen3NextGatedDeltaNet, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """What follows the rule: norm, output gate and projection."""
+    normed = layer.norm(out.flatten(0, 1), z.flatten(0, 1))
+    return layer.out_proj(normed.view(out.shape[0], -1))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 63, 64, 65, 130])
-def test_prefill_is_transformers_layer(num_tokens: int) -> None:
-    x, slots = sequence(num_tokens), make_slots()
-    check_like_transformers(x, slots.prefill(x, slice(None), resume=False), slots)
+def test_prefill_is_transformers_layer(num_tokens: int, layer: qwen.Qwen3NextGatedDeltaNet) -> None:
+    hidden, slots = torch.randn((1, num_tokens, 48), generator=torch.Generator().manual_seed(1)), make_slots()
+    x, z = split_projections(layer, hidden)
+    got = close_layer(layer, slots.prefill(x, slice(None), resume=False), z)
+    torch.testing.assert_close(got, layer(hidden)[0].detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_prefill_then_decode_is_transformers_layer(query_len: int, layer: qwen.Qwen3NextGatedDeltaNet) -> None:
+    hidden, slots, whole = torch.randn((1, 75, 48), generator=torch.Generator().manual_seed(2)), make_slots(), make_slots()
+    x, z = split_projections(layer, hidden)
+    out = [slots.prefill(x, slice(69), resume=False)] + [slots.step(x, slice(t, t + query_len)) for t in range(69, 75, query_len)]
+    torch.testing.assert_close(close_layer(layer, torch.cat(out), z), layer(hidden)[0].detach(), rtol=1e-5, atol=1e-5)
+    whole.prefill(x, slice(None), resume=False)
+    torch.testing.assert_close(slots.states[SLOT], whole.states[SLOT], rtol=1e-5, atol=1e-5)
+    assert torch.equal(slots.conv[SLOT], whole.conv[SLOT])
 
 
 def test_prefill_at_every_split_is_the_whole() -> None:
@@ -104,13 +124,6 @@ def test_prefill_cut_off_the_grid_has_other_bits() -> None:
     want = whole.prefill(x, slice(None), resume=False)
     out = torch.cat([slots.prefill(x, slice(60), resume=False), slots.prefill(x, slice(60, None), resume=True)])
     assert not torch.equal(bits(out), bits(want))
-
-
-@pytest.mark.parametrize("query_len", [1, 3])
-def test_prefill_then_decode_is_the_whole(query_len: int) -> None:
-    x, slots = sequence(75), make_slots()
-    out = [slots.prefill(x, slice(69), resume=False)] + [slots.step(x, slice(t, t + query_len)) for t in range(69, 75, query_len)]
-    check_like_transformers(x, torch.cat(out), slots)
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -28,6 +28,7 @@ CASES = [
     StepCase(WIDE_SPEC, (1, 3, 0), query_len=2, query_lens=(2, 0, 1), layout="odd"),
     StepCase(replace(SPEC, dtype=torch.float16), (1, -1, 4), query_len=2, query_lens=(1, 2, 2), layout="slot_major"),
     StepCase(SPEC, (-1, -1), query_len=2),
+    StepCase(SPEC, (1, 0), query_len=2, owned_nan=True),
 ]
 NAMES = [case.name for case in CASES]
 
@@ -56,9 +57,9 @@ def test_a_step_is_the_recurrence_over_its_tokens(case: StepCase) -> None:
         v = v.unflatten(-1, (spec.num_v_heads, spec.v_head_dim))
         out, state = delta_recurrent(q, k, v, start.g[i_b, :n], start.beta[i_b, :n], start.states[slot])
         tolerance = TOLERANCE[spec.dtype]
-        torch.testing.assert_close(problem.out[i_b, :n], out.to(spec.dtype), rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(problem.states[slot], state, rtol=tolerance, atol=tolerance)
-        assert torch.equal(problem.conv_states[slot], conv_state)
+        torch.testing.assert_close(problem.out[i_b, :n], out.to(spec.dtype), rtol=tolerance, atol=tolerance, equal_nan=True)
+        torch.testing.assert_close(problem.states[slot], state, rtol=tolerance, atol=tolerance, equal_nan=True)
+        assert torch.equal(bits(problem.conv_states[slot]), bits(conv_state))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.trace], ids=lambda case: case.name)
@@ -87,6 +88,16 @@ def test_rows_without_a_sequence_leave_every_byte(layout: str) -> None:
     assert (after.out == 0).all()
     assert all(torch.equal(bits(tensor), bits(after.written()[name])) for name, tensor in before.written().items() if name != "out")
     assert all(torch.equal(unowned, after.unowned_bytes()[name]) for name, unowned in before.unowned_bytes().items())
+
+
+def test_a_nan_that_is_owned_reaches_what_it_feeds_and_nothing_else() -> None:
+    p = StepCase(SPEC, (1, 0), query_len=2, owned_nan=True).make().run(delta_step_torch)
+    want = torch.zeros_like(p.out, dtype=torch.bool)
+    want[0, :, 0, 0] = True  # the state's column, from the first token on
+    want[0, 1, -1, -1] = True  # v's column, at its token
+    assert torch.equal(p.out.isnan(), want)
+    assert torch.equal(p.states[1].isnan().any(1), want[0, 1])
+    assert not p.states[0].isnan().any()
 
 
 @pytest.mark.parametrize("shape", [(0, 1), (2, 0)])
