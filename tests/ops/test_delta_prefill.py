@@ -1,7 +1,9 @@
 """Prefill through a delta layer: transformers' outputs and states, the same however it is cut, and only its own slot touched."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from atoll.errors import SpecError
 from atoll.ops.delta import CHUNK, DeltaSpec, delta_prefill, delta_step, gate
-from tests.kit.delta import bits
+from tests.kit.delta import bits, mutated_delta
+from tests.kit.mutation import Edit
 
 SPEC = DeltaSpec(2, 4, 16, 24, 4, torch.float32)
 NUM_SLOTS, SLOT = 4, 2
@@ -126,24 +129,45 @@ def test_prefill_cut_off_the_grid_has_other_bits() -> None:
     assert not torch.equal(bits(out), bits(want))
 
 
-@pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize("fill", [0.0, math.inf, -1e30])
-def test_prefill_touches_its_own_slot_only(fill: float, resume: bool) -> None:
-    x = sequence(70)
-    answers = []
+def strays(prefill: Callable[..., torch.Tensor], resume: bool, fill: float) -> list[str]:
+    """What a prefill writes to other slots, and answers that change with what lies in other slots, in the old output and, without `resume`, in its own slot."""
+    x, faults, answers = sequence(70), [], []
     for other in (math.nan, fill):
         slots = make_slots(other)
         if resume:
             slots.conv[SLOT], slots.states[SLOT] = 0.5, 0.25
         before = Slots(slots.conv.clone(), slots.states.clone())
         out = torch.full((70, SPEC.num_v_heads, SPEC.v_head_dim), other)
-        delta_prefill(SPEC, x.mixed, x.g, x.beta, x.weight, slots.conv, slots.states, SLOT, resume=resume, out=out)
+        prefill(SPEC, x.mixed, x.g, x.beta, x.weight, slots.conv, slots.states, SLOT, resume=resume, out=out)
+        others = [i for i in range(NUM_SLOTS) if i != SLOT]
         for after, was in ((slots.conv, before.conv), (slots.states, before.states)):
-            others = [i for i in range(NUM_SLOTS) if i != SLOT]
-            assert torch.equal(bits(after[others]), bits(was[others]))
+            if not torch.equal(bits(after[others]), bits(was[others])):
+                faults.append("stray write")
         answers.append((out, slots.conv[SLOT], slots.states[SLOT]))
-    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(*answers, strict=True))
-    assert all(torch.isfinite(tensor).all() for tensor in answers[0])
+    if not all(torch.equal(bits(a), bits(b)) for a, b in zip(*answers, strict=True)):
+        faults.append("leak")
+    return faults
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("fill", [0.0, math.inf, -1e30])
+def test_prefill_touches_its_own_slot_only(fill: float, resume: bool) -> None:
+    assert strays(delta_prefill, resume, fill) == []
+
+
+@pytest.mark.parametrize(
+    ("edit", "fault"),
+    [
+        (Edit("states[slot], conv_states[slot] =", "states[slot - 1], conv_states[slot] ="), "stray write"),
+        (Edit("states[slot], conv_states[slot] =", "states[slot], conv_states[slot - 1] ="), "stray write"),
+        (Edit("if not resume:", "if False:"), "leak"),
+        (Edit("conv_state, state = conv_states[slot], states[slot]", "conv_state, state = conv_states[slot], states[slot] + 0 * states[0]"), "leak"),
+    ],
+    ids=["wrong slot written", "wrong conv slot written", "a new sequence reads its slot", "another slot read"],
+)
+def test_an_error_in_prefill_is_seen(edit: Edit, fault: str, tmp_path: Path) -> None:
+    prefill = mutated_delta("chunk.py", (edit,), tmp_path).delta_prefill
+    assert fault in strays(prefill, resume=False, fill=0.0) + strays(prefill, resume=True, fill=0.0)
 
 
 def test_resuming_reads_the_slot() -> None:

@@ -261,6 +261,8 @@ def step_delta_kernel(
             tl.store(p_out + t * stride_out_t, b_out.to(out.dtype.element_ty), mask=m_v)
             if TRACE:
                 tl.store(p_trace + t * stride_tr_t, b_state, mask=m_state)
+        # Several threads may hold the same element of a small tile: all must have read the old state before one writes the new.
+        tl.debug_barrier()
         tl.store(p_state, b_state, mask=m_state)
     b_zero = tl.zeros([BLOCK_V], dtype=out.dtype.element_ty)
     for t in range(num_tokens, query_len):
