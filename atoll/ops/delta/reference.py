@@ -26,7 +26,7 @@ def delta_recurrent(
     come as they shall be used, normalized or not. `initial_state` is not written.
 
     Edge: no tokens give an empty output and the initial state.
-    Source: Gated Delta Networks, Yang et al. 2024 (arXiv:2412.06464), equation 10.
+    Source: Gated Delta Networks, Yang et al. 2024 (arXiv:2412.06464).
     """
     q, k, v, g, beta, state = _per_value_head(q, k, v, g, beta, initial_state)
     out = torch.empty_like(v)
@@ -54,7 +54,7 @@ def delta_chunked(
 
     Edge: a NaN in one token reaches every output of its chunk, the earlier ones too (a zero weight times NaN), where the recurrence spares those.
     Error: 1e-5 against `delta_recurrent` (tests/ops/test_delta_reference.py).
-    Source: Parallelizing Linear Transformers with the Delta Rule, Yang et al. 2024 (arXiv:2406.06484), section 3, with decay as in arXiv:2412.06464.
+    Source: Parallelizing Linear Transformers with the Delta Rule, Yang et al. 2024 (arXiv:2406.06484); with decay, arXiv:2412.06464.
     """
     q, k, v, g, beta, state = _per_value_head(q, k, v, g, beta, initial_state)
     out = torch.empty_like(v)
