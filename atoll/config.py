@@ -32,7 +32,8 @@ class EngineConfig:
     seed: int = 0  # for requests without a seed of their own
 
     def __post_init__(self) -> None:
-        _check_choice("device", self.device.partition(":")[0], DEVICES)
+        _check_integers(self)
+        _check_choice("device", str(self.device).partition(":")[0], DEVICES)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kv_format", self.kv_format, KV_FORMAT_OPTIONS)
         _check_choice("kv_fill", self.kv_fill, KV_FILLS)
@@ -40,7 +41,9 @@ class EngineConfig:
         for name, low in (("num_pages", 2), ("kv_memory_bytes", 1), ("max_model_len", 2), ("max_num_seqs", 1), ("max_num_batched_tokens", 1)):
             value = getattr(self, name)
             if value is not None and value < low:
-                raise ConfigError(f"{name} {value} is below {low}; give {low} or more{'' if name.startswith('max_num') else ', or None to choose it'}")
+                raise ConfigError(
+                    f"{name} {value} is below {low}; give {low} or more{'' if name.startswith('max_num') else ', or leave it out to have it chosen'}"
+                )
         if self.num_pages is not None and self.kv_memory_bytes is not None:
             raise ConfigError(f"num_pages {self.num_pages} and kv_memory_bytes {self.kv_memory_bytes} are both given; give one of them")
         _check_step_budget(self.max_num_batched_tokens, self.max_num_seqs, PREFILL_GRID)
@@ -67,6 +70,15 @@ def make_engine_config(options: dict[str, Any]) -> EngineConfig:
         if name not in known:
             raise ConfigError(f"option {name!r} is unknown; use one of {', '.join(known)}")
     return EngineConfig(**options)
+
+
+def _check_integers(config: EngineConfig) -> None:
+    """A number as text, or 16.0, would fail much later, in the middle of a tensor's making."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        optional = field.default is None
+        if (optional or type(field.default) is int) and type(value) is not int and not (optional and value is None):
+            raise ConfigError(f"{field.name} {value!r} is a {type(value).__name__}, not an integer; give an int{' or None' if optional else ''}")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -68,9 +68,14 @@ def append_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise ConfigError now rather than after a long run."""
+    """Raise ConfigError now rather than after a long run; makes the file and its folder where they are missing."""
     if path.is_dir():
         raise ConfigError(f"--out {path} is a folder; name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror}; name a file in a folder that you may write to") from error
 
 
 def _git_commit() -> str | None:

@@ -1,6 +1,9 @@
 """What all commands share: how errors end a command, where text goes, which device is meant. Imports no torch by itself."""
 
+import errno
+import io
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +25,18 @@ class AtollGroup(TyperGroup):
     """Ends a command by an AtollError with one line and no traceback, and by Ctrl-C with the shell's usual code."""
 
     def invoke(self, ctx: Any) -> Any:
+        # A terminal without some character shows an escape in its place.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
         except AtollError as error:
             fail(str(error))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            _drop_stdout()
+            fail("the disk is full, the output is incomplete; free some space, or send it elsewhere")
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(EXIT_INTERRUPT) from None
@@ -37,9 +48,15 @@ def fail(message: str) -> None:
     raise typer.Exit(EXIT_ERROR)
 
 
+def _drop_stdout() -> None:
+    """Point stdout at nothing, or its unwritten rest would fail once more as Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def write_json(value: object) -> None:
     """One line on stdout, at once."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    sys.stdout.write(json.dumps(value, ensure_ascii=not utf8) + "\n")
     sys.stdout.flush()
 
 

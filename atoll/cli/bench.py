@@ -7,6 +7,7 @@ import typer
 
 from atoll.cli.base import EXIT_FOUND, EXIT_INTERRUPT, fail, stderr_console, torch_device, write_json
 from atoll.config import make_engine_config
+from atoll.engine.sampling import MAX_SEED
 from atoll.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,17 +21,17 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure speed.")
 def bench_decode(
     shapes: Annotated[Literal["quick", "full"], typer.Option(help="28 shapes that tell most, or all 513.")] = "quick",
     name_filter: Annotated[str, typer.Option("--filter", help="Only cases whose name contains this, as in 35b-tp1/bf16/p16/q1/16x1024.")] = "",
-    limit: Annotated[int | None, typer.Option(help="At most so many cases.", show_default=False)] = None,
+    limit: Annotated[int | None, typer.Option(help="At most so many cases.", min=1, show_default=False)] = None,
     backend: Annotated[str, typer.Option(help="auto, triton, reference.")] = "auto",
     adapter: Annotated[list[str] | None, typer.Option(help="Another kernel to time beside: a shipped name or module:function.", show_default=False)] = None,
     l2: Annotated[Literal["warm", "cold", "both"], typer.Option(help="State of the L2 cache before a call.")] = "warm",
     unmasked: Annotated[bool, typer.Option(help="Time mask_unowned_kv=False beside.")] = True,
     noise: Annotated[bool, typer.Option(help="Time the masked kernel twice.")] = True,
     rounds: Annotated[int, typer.Option(help="Samples per variant; the median counts.", min=1)] = 7,
-    jobs: Annotated[int | None, typer.Option(help="Processes that compile kernels.", show_default="one per core, 16 at most")] = None,
-    budget_s: Annotated[float | None, typer.Option(help="Begin no case after so many seconds.", show_default=False)] = None,
+    jobs: Annotated[int | None, typer.Option(help="Processes that compile kernels.", min=1, show_default="one per core, 16 at most")] = None,
+    budget_s: Annotated[float | None, typer.Option(help="Begin no case after so many seconds.", min=0, show_default=False)] = None,
     tune: Annotated[bool, typer.Option("--tune", help="Sweep the kernel's tuning instead.")] = False,
-    seed: Annotated[int, typer.Option(help="Of lengths, pages and values.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of lengths, pages and values.", min=0, max=MAX_SEED)] = 0,
     device: Annotated[str, typer.Option(help="auto, cuda, cuda:1; cpu only tries the command out.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Append rows to this JSONL file.", show_default=False)] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to note in rows.", show_default="the checkout's")] = None,

@@ -1,5 +1,6 @@
 """`atoll generate`: complete prompts, streaming to the terminal, or as JSON lines."""
 
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,6 +11,7 @@ import typer
 from atoll.cli.base import EXIT_FOUND, fail, stderr_console, write_json
 from atoll.config import make_engine_config
 from atoll.engine.sampling import SamplingParams
+from atoll.errors import RequestError
 
 if TYPE_CHECKING:
     from atoll import RequestOutput, StreamPiece
@@ -69,12 +71,25 @@ def generate(
 
 
 def _read_prompts(arguments: list[str], file: Path | None) -> list[str]:
-    texts = [sys.stdin.read().removesuffix("\n") if text == STDIN else text for text in arguments]
+    if arguments.count(STDIN) > 1:
+        fail(f"'-' is given {arguments.count(STDIN)} times, and standard input holds one prompt; give '-' once, or use --file")
+    # Read as bytes: prompts are UTF-8, whatever the locale is.
+    texts = [
+        _utf8(sys.stdin.buffer.read(), "standard input").removesuffix("\n") if text == STDIN else _utf8(os.fsencode(text), "a prompt") for text in arguments
+    ]
     if file is not None:
-        texts += [line for line in file.read_text().splitlines() if line.strip()]
+        texts += [line for line in _utf8(file.read_bytes(), f"--file {file}").split("\n") if line.strip()]
     if not texts:
         fail("no prompt is given; pass it as an argument, pipe it to 'atoll generate -', or name a file with --file")
     return texts
+
+
+def _utf8(raw: bytes, source: str) -> str:
+    """Text without a byte order mark, its lines ended by a newline alone."""
+    try:
+        return raw.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{source} is not UTF-8 text: byte {error.object[error.start]:#04x} at {error.start}; convert it to UTF-8") from error
 
 
 def _start(model: str, options: dict[str, object], texts: list[str], params: SamplingParams, *, chat: bool) -> "Iterable[StreamPiece]":

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -32,7 +33,7 @@ def probe_kernels(
     fills: Annotated[str | None, typer.Option(help="Comma-separated, of 0x7f, 0xff, nan, inf, max, random, stale.", show_default="all")] = None,
     name_filter: Annotated[str, typer.Option("--filter", help="Only cases whose name contains this.")] = "",
     min_seq_len: Annotated[int, typer.Option(help="Leave out shorter sequences, for kernels that refuse them.", min=0)] = 0,
-    tolerance: Annotated[float, typer.Option(help="Times the error bound, for kernels that compute in fp8.")] = 1.0,
+    tolerance: Annotated[float, typer.Option(help="Times the error bound, for kernels that compute in fp8.", min=0)] = 1.0,
     jobs: Annotated[int | None, typer.Option(help="Processes.", min=1, show_default="on a GPU one per core, 16 at most; else 1")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines: one per leak, wrong answer or refusal, then a summary.")] = False,
@@ -123,7 +124,13 @@ def _reports(probe: "Callable[[Case], CaseReport]", cases: "list[Case]", num_job
 
     pool = process_pool(num_jobs)
     try:
-        yield from pool.map(probe, cases)
+        # Processes that start now inherit that Ctrl-C is ignored: they would print tracebacks, and this one ends them.
+        heed = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            reports = pool.map(probe, cases)
+        finally:
+            signal.signal(signal.SIGINT, heed)
+        yield from reports
     finally:
         # An interrupt does not wait for the cases that have not begun.
         pool.shutdown(cancel_futures=True)

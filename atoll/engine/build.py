@@ -22,9 +22,14 @@ GPU_POOL_SHARE = 0.85  # of what is free once the weights are loaded: the rest i
 
 
 def choose_device(name: str) -> torch.device:
-    """Raises ConfigError for a GPU that torch does not see."""
+    """Raises ConfigError for a name that is no device, and for a GPU that torch does not see."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, colon, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (colon and not (index.isascii() and index.isdecimal())):
+        raise ConfigError(f"device {name!r} is unknown; use auto, cpu, cuda, or a GPU by its number, such as cuda:1")
+    if kind == "cuda" and len(index) > 2:
+        raise ConfigError(f"device {name!r} has a number above 99; use the number of a GPU that is here")
     device = torch.device(name)
     if device.type == "cuda":
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

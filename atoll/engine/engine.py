@@ -56,7 +56,7 @@ class Engine:
         if len(token_ids) >= limit:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens, at most {limit - 1} leave room for one more within max_model_len {limit}; "
-                "shorten it, or raise max_model_len"
+                "shorten it, or raise max_model_len (or num_pages, where the pool is what limits it) up to the model's positions"
             )
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:

@@ -89,7 +89,7 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[tuple[list[int], str | None, SamplingParams]]:
         many = _prompt_list(prompts)
-        every = [params or SamplingParams()] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
+        every = [params or SamplingParams()] * len(many) if params is None or isinstance(params, SamplingParams) else _params_list(params)
         if len(every) != len(many):
             raise RequestError(f"{len(every)} sampling params for {len(many)} prompts; give one for all, or one per prompt")
         work: list[tuple[list[int], str | None, SamplingParams]] = []
@@ -101,6 +101,8 @@ class LLM:
     def _encode(self, text: str) -> list[int]:
         """An empty prompt is a beginning-of-sequence token, where the model has one."""
         bos = self.engine.tokenizer.bos_token_id
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise RequestError(f"prompt {text[:40]!r} holds half of a surrogate pair, which is no text; decode its bytes as UTF-8 with errors='replace'")
         token_ids = self.engine.tokenizer.encode(text)
         return [bos] if not token_ids and bos is not None else token_ids
 
@@ -109,6 +111,8 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several; a flat list of ints is one."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
+        raise RequestError(f"prompts {prompts!r} is a {type(prompts).__name__}; give text, a list of token ids, or a list of either")
     many = list(prompts)
     if many and all(isinstance(entry, int) for entry in many):
         return [many]  # type: ignore[list-item]
@@ -116,3 +120,9 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if not isinstance(entry, (str, list)):
             raise RequestError(f"prompt {entry!r} is a {type(entry).__name__}; give text or a list of token ids")
     return many  # type: ignore[return-value]
+
+
+def _params_list(params: Sequence[SamplingParams]) -> list[SamplingParams]:
+    if not isinstance(params, Sequence) or not all(isinstance(entry, SamplingParams) for entry in params):
+        raise RequestError(f"params {params!r} is neither SamplingParams nor a list of them; give one for all prompts, or one per prompt")
+    return list(params)

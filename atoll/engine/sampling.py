@@ -32,6 +32,9 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; n: the chosen token's and the n most likely ones', before temperature and filters
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids"):
+            if not isinstance(getattr(self, name), Sequence):
+                raise RequestError(f"{name} {getattr(self, name)!r} is no list; give a list, or () for none")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -50,6 +53,9 @@ class SamplingParams:
             _check_int("stop_token_ids entry", token_id, 0, None, "give token ids of the model's vocabulary")
 
     def _check_floats(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            if not isinstance(getattr(self, name), (int, float)):
+                raise RequestError(f"{name} {getattr(self, name)!r} is a {type(getattr(self, name)).__name__}, not a number; give a float")
         if not math.isfinite(self.temperature) or self.temperature < 0 or 0 < self.temperature < MIN_TEMPERATURE:
             raise RequestError(f"temperature {self.temperature} is neither 0 nor at least {MIN_TEMPERATURE}; use 0 for greedy decoding")
         if not 0 < self.top_p <= 1:

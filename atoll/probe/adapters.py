@@ -137,7 +137,7 @@ def get_adapter(name: str) -> Adapter:
 def load_adapter(path: str) -> Adapter:
     """Import `module:function`. Raises BackendError when there is no such function."""
     module_name, _, attribute = path.partition(":")
-    if not module_name or not attribute:
+    if not module_name or not attribute or module_name.startswith("."):
         raise BackendError(f"adapter {path!r} is not of the form module:function; pass for example my_package.kernels:adapter")
     try:
         module = importlib.import_module(module_name)

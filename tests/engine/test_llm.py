@@ -189,6 +189,23 @@ def test_params_must_fit_the_prompts_and_the_vocabulary(llm: LLM) -> None:
         llm.generate("a", SamplingParams(stop_token_ids=[VOCAB]))
 
 
+@pytest.mark.parametrize("params", [5, "greedy", [None], {"max_tokens": 3}, SamplingParams])
+def test_params_of_another_type_are_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError, match="is neither SamplingParams nor a list of them"):
+        llm.generate("a", params)
+
+
+@pytest.mark.parametrize("prompts", [None, 3, b"bytes", {"a": 1}, {1, 2}])
+def test_prompts_of_another_type_are_refused(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="; give text, a list of token ids, or a list of either"):
+        llm.generate(prompts)
+
+
+def test_half_a_surrogate_pair_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"prompt 'a\\udcff' holds half of a surrogate pair"):
+        llm.generate("a\udcff")
+
+
 def test_two_streams_at_once_are_refused(llm: LLM) -> None:
     first = llm.generate_stream("abc", GREEDY)
     next(first)

@@ -35,6 +35,10 @@ CPU = torch.device("cpu")
         ({"min_p": -0.1}, "min_p -0.1 is outside 0 to 1"),
         ({"min_p": 1.5}, "min_p 1.5 is outside 0 to 1"),
         ({"seed": -1}, "seed -1 is below 0"),
+        ({"temperature": "0"}, "temperature '0' is a str, not a number"),
+        ({"top_p": None}, "top_p None is a NoneType, not a number"),
+        ({"stop": None}, "stop None is no list"),
+        ({"stop_token_ids": 5}, "stop_token_ids 5 is no list"),
         ({"seed": 2**63}, f"seed {2**63} is above {2**63 - 1}"),
         ({"logprobs": 21}, "logprobs 21 is above 20"),
         ({"logprobs": -1}, "logprobs -1 is below 0"),
@@ -128,3 +132,27 @@ def test_an_attention_backend_that_cannot_run_here_fails_at_the_start() -> None:
     assert make_llm(attention_backend="reference").engine.runner.attention_backend == "reference"
     with pytest.raises(BackendError, match="attention backend 'cutlass' is unknown; use 'auto' or one of triton, reference"):
         make_llm(attention_backend="cutlass")
+
+
+@pytest.mark.parametrize("name", ["cuda:x", "cuda:", "cuda:-1", "cpu:x", "meta", "", "cuda:¹"])
+def test_a_name_that_is_no_device_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"device '{name}' is unknown; use auto, cpu, cuda"):
+        choose_device(name)
+    with pytest.raises(ConfigError, match="device 'cuda:999999999999' has a number above 99"):
+        choose_device("cuda:999999999999")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"page_size": "16"}, "page_size '16' is a str, not an integer; give an int$"),
+        ({"page_size": 16.0}, "page_size 16.0 is a float, not an integer"),
+        ({"num_pages": 2.5}, "num_pages 2.5 is a float, not an integer; give an int or None"),
+        ({"max_num_seqs": None}, "max_num_seqs None is a NoneType"),
+        ({"seed": "a"}, "seed 'a' is a str"),
+        ({"device": 0}, "device '0' is unknown"),
+    ],
+)
+def test_an_option_of_another_type_is_refused(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_engine_config(option)

@@ -44,6 +44,7 @@ def test_a_plain_callable_can_be_probed() -> None:
         ("xqa", "adapter 'xqa' is unknown; use one of triton, reference, leaky_control"),
         ("no_such_package.kernels:adapter", "adapter 'no_such_package.kernels:adapter' cannot be imported: "),
         ("atoll.probe.adapters:nothing", "module atoll.probe.adapters has no function 'nothing'; check"),
+        (".kernels:adapter", "adapter '.kernels:adapter' is not of the form module:function; pass"),
         (":adapter", "adapter ':adapter' is not of the form module:function; pass"),
     ],
 )

@@ -147,6 +147,49 @@ def test_a_mistake_ends_with_one_line_and_code_2(arguments: tuple[str, ...], mes
 
 
 @pytest.mark.usefixtures("fake_llm")
+@pytest.mark.parametrize("raw", [b"\xff\xfe", b"fine\n\x80"])
+def test_prompts_that_are_not_utf8_end_with_code_2(raw: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(raw)
+    for arguments, source in ((["--file", str(file)], f"--file {file}"), (["-"], "standard input"), ([os.fsdecode(raw)], "a prompt")):
+        result = CliRunner().invoke(app, ["generate", *arguments], input=raw)
+        assert result.exit_code == 2, result.exception
+        assert result.stderr.startswith(f"error: {source} is not UTF-8 text: byte 0x")
+
+
+@pytest.mark.usefixtures("fake_llm")
+def test_prompt_files_lose_their_byte_order_mark_and_keep_odd_line_breaks(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\ufeffFirst\r\nSe\x0ccond\u2028\n".encode())
+    result = invoke("generate", "--json", "--file", str(file))
+    assert sorted(json.loads(line)["prompt"] for line in result.stdout.strip().split("\n")) == ["First", "Se\x0ccond\u2028"]
+
+
+@pytest.mark.usefixtures("fake_llm")
+def test_standard_input_is_one_prompt() -> None:
+    result = invoke("generate", "-", "-", stdin="Hi")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "'-' is given 2 times" in result.stderr
+
+
+@pytest.mark.usefixtures("fake_llm")
+def test_a_terminal_without_the_characters_shows_escapes() -> None:
+    runner = CliRunner(charset="ascii")
+    text = runner.invoke(app, ["generate", "Où", "日"])
+    assert text.exit_code == 0, text.exception
+    assert "[1] O\\xf9\n" in text.stdout
+    lines = runner.invoke(app, ["generate", "--json", "Où"])
+    assert lines.exit_code == 0, lines.exception
+    assert json.loads(lines.stdout)["prompt"] == "Où"
+
+
+def test_a_full_disk_ends_with_one_line_and_code_2() -> None:
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run([sys.executable, "-m", "atoll", "info", "--device", "cpu", "--json"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (result.returncode, result.stderr) == (2, "error: the disk is full, the output is incomplete; free some space, or send it elsewhere\n")
+
+
+@pytest.mark.usefixtures("fake_llm")
 def test_a_failed_request_is_told_and_the_others_are_shown() -> None:
     result = invoke("generate", "--model", "broken", "First", "Second")
     assert result.exit_code == 1
@@ -232,6 +275,7 @@ def test_probe_of_a_kernel_that_takes_nothing_ends_with_2(tmp_path: Path, monkey
         ((), "give one of --backend"),
         (("--backend", "reference", "--adapter", "leaky_control"), "give one of --backend"),
         (("--backend", "cuda_dreams"), "'cuda_dreams' is unknown"),
+        (("--backend", "reference", "--tolerance", "-1"), "--tolerance"),
         (("--backend", "reference", "--fills", "nan,mud"), "fill 'mud' is unknown; use some of"),
         (("--backend", "reference", "--filter", "no such case"), "no case of --matrix quick contains 'no such case'"),
     ],
@@ -263,6 +307,21 @@ def test_bench_decode_on_a_cpu_prints_cases_and_writes_rows(tmp_path: Path) -> N
     assert "masked against unmasked: geomean" in result.stdout
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(r["mask_unowned_kv"], r["commit"], r["l2"]) for r in rows] == [(True, "abc", None), (True, "abc", None), (False, "abc", None)]
+
+
+def test_bench_refuses_an_out_file_that_cannot_be_written_before_it_measures(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for command in ("decode", "engine"):
+        result = invoke("bench", command, "--device", "cpu", "--out", str(tmp_path / "file" / "rows.jsonl"))
+        assert result.exit_code == 2, result.exception
+        assert "rows.jsonl cannot be written: " in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [("--limit", "0"), ("--limit", "-1"), ("--jobs", "0"), ("--budget-s", "-1"), ("--seed", "-1"), ("--seed", str(2**63))])
+def test_bench_decode_refuses_numbers_out_of_range(arguments: tuple[str, ...]) -> None:
+    result = invoke("bench", "decode", "--device", "cpu", *arguments)
+    assert result.exit_code == 2, result.exception
+    assert arguments[0] in result.stderr
 
 
 def test_bench_engine_refuses_a_bad_batch_list() -> None:
