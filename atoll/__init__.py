@@ -3,7 +3,18 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from atoll.errors import AtollError, BackendError, ConfigError, ModelError, OutOfPagesError, PoolCorruptError, PoolError, RequestError, SpecError
+from atoll.errors import (
+    AtollError,
+    BackendError,
+    ConfigError,
+    ModelError,
+    OutOfPagesError,
+    OutOfSlotsError,
+    PoolCorruptError,
+    PoolError,
+    RequestError,
+    SpecError,
+)
 
 if TYPE_CHECKING:
     from atoll.engine.llm import LLM
@@ -19,6 +30,7 @@ __all__ = [
     "ConfigError",
     "ModelError",
     "OutOfPagesError",
+    "OutOfSlotsError",
     "PoolCorruptError",
     "PoolError",
     "RequestError",

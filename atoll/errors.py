@@ -8,6 +8,7 @@ AtollError
 ├── ModelError       a model that is missing, unsupported or damaged
 └── PoolError        the page pool
     ├── OutOfPagesError    fewer pages are free than were asked for
+    ├── OutOfSlotsError    no state slot is free
     └── PoolCorruptError   a recount disagrees with the books (a bug, found by check())
 
 Every message names the value, the limit and the remedy, in that order.
@@ -45,6 +46,10 @@ class PoolError(AtollError, RuntimeError):
 
 class OutOfPagesError(PoolError):
     """Fewer pages are free than were asked for; nothing was allocated."""
+
+
+class OutOfSlotsError(PoolError):
+    """No state slot is free; nothing was allocated."""
 
 
 class PoolCorruptError(PoolError):

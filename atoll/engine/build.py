@@ -10,8 +10,9 @@ from atoll.engine.engine import Engine
 from atoll.engine.runner import Runner, RunnerConfig
 from atoll.engine.text import Tokenizer
 from atoll.errors import ConfigError
+from atoll.kv.fills import Fill
 from atoll.kv.layout import PageLayout
-from atoll.kv.pool import Fill, PagePool, num_pages_for_bytes
+from atoll.kv.pool import PagePool, num_pages_for_bytes
 from atoll.models.base import Model
 from atoll.models.model_config import ModelConfig
 from atoll.ops.attention import DecodeSpec

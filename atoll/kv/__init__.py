@@ -1,23 +1,28 @@
-"""The paged KV pool: where bytes lie in a page, who holds which page, and the one buffer of them all; knows no model and no request.
+"""The paged KV pool and the state slots: where bytes lie, who holds what, and the one buffer of each; knows no model and no request.
 
-`PageLedger` needs no torch, so that a scheduler can run without it; the names that do need it are imported on first use.
+The ledgers need no torch, so that a scheduler can run without it; the names that do need it are imported on first use.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from atoll.kv.ledger import NULL_PAGE, PageClass, PageLedger
+from atoll.kv.slot_ledger import SlotLedger
 
 if TYPE_CHECKING:
+    from atoll.kv.fills import FILLS
     from atoll.kv.layout import PageLayout
-    from atoll.kv.pool import FILLS, PagePool, num_pages_for_bytes
+    from atoll.kv.pool import PagePool, num_pages_for_bytes
+    from atoll.kv.slots import SlotLayout, SlotPool
 
-__all__ = ["FILLS", "NULL_PAGE", "PageClass", "PageLayout", "PageLedger", "PagePool", "num_pages_for_bytes"]
+__all__ = ["FILLS", "NULL_PAGE", "PageClass", "PageLayout", "PageLedger", "PagePool", "SlotLayout", "SlotLedger", "SlotPool", "num_pages_for_bytes"]
 
 _NEEDS_TORCH = {
-    "FILLS": "atoll.kv.pool",
+    "FILLS": "atoll.kv.fills",
     "PageLayout": "atoll.kv.layout",
     "PagePool": "atoll.kv.pool",
+    "SlotLayout": "atoll.kv.slots",
+    "SlotPool": "atoll.kv.slots",
     "num_pages_for_bytes": "atoll.kv.pool",
 }
 

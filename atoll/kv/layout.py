@@ -1,5 +1,6 @@
 """Where each byte of a page lies: the K rows, V rows and scales of every attention layer; knows no pool and no page's owner."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -128,6 +129,15 @@ class PageLayout:
         if self.has_scale_rows:
             k_scale, v_scale = self.k_scales(buffer, layer), self.v_scales(buffer, layer)
         return PagedKV(self.kv_format, self.k_pages(buffer, layer), self.v_pages(buffer, layer), k_scale, v_scale, self.v_layout)
+
+    def fields(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Every field of every layer, as views."""
+        for layer in range(self.num_layers):
+            yield self.k_pages(buffer, layer)
+            yield self.v_pages(buffer, layer)
+            if self.has_scale_rows:
+                yield self.k_scales(buffer, layer)
+                yield self.v_scales(buffer, layer)
 
     @property
     def _scales_start(self) -> int:

@@ -1,46 +1,32 @@
-"""The page pool: one uint8 buffer of all pages, its books, and what fills pages that nobody has written; knows no model and no request."""
+"""The page pool: one uint8 buffer of all pages and its books; knows no model and no request."""
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
 
 import torch
 
 from atoll.errors import ConfigError, PoolError
+from atoll.kv.fills import Fill, check_fill, fill_buffer
 from atoll.kv.layout import PageLayout
 from atoll.kv.ledger import PageLedger, check_num_pages
 from atoll.ops.attention.spec import PagedKV
-
-Fill = Literal["zero", "nan", "0x7f", "inf", "max", "random"]
-FILLS: tuple[Fill, ...] = get_args(Fill)
-
-# 0xFF bytes are NaN in every format and in fp32 scales. 0x7F bytes are NaN in e4m3 and fp16, and near the largest finite value in bf16 and fp32.
-_BYTE_FILLS: dict[str, int] = {"zero": 0x00, "nan": 0xFF, "0x7f": 0x7F}
 
 
 class PagePool:
     """Pages for the K/V rows of all attention layers: `buffer` [P, page_bytes] holds them, `ledger` says who holds which.
 
     `fill` is what every page, the null page too, holds before its first write. Attention reads owned rows only, so no choice changes a result; all but
-    "zero" are there to prove that.
-
-    - ``zero``, ``nan``, ``0x7f``: every byte 0x00, 0xFF, 0x7F
-    - ``inf``: rows and scales are +inf; e4m3 has none, its rows hold 448
-    - ``max``: rows and scales are the largest finite value of their dtype
-    - ``random``: random bytes, the same for the same seed and device
+    "zero" are there to prove that. `atoll.kv.fills.fill_buffer` says what each is.
 
     Raises ConfigError for a bad `num_pages` or `fill`, PoolError when the device has not enough memory.
     """
 
     def __init__(self, layout: PageLayout, num_pages: int, device: torch.device | str, fill: Fill = "zero", *, seed: int = 0) -> None:
-        _check_fill(fill)
+        check_fill(fill)
         check_num_pages(num_pages)
         self.layout = layout
         self.buffer = _make_buffer(layout, num_pages, torch.device(device))  # [P, page_bytes] uint8
         self.ledger = PageLedger(num_pages)
-        if fill == "random":
-            _randomize(self.buffer, seed)
-        else:
-            self.buffer.copy_(_make_page(layout, fill, self.device))
+        fill_buffer(self.buffer, fill, layout.fields, seed=seed)
         # One scale per layer, [L] fp32, for fp8_tensor only. They are not part of any page, and may be rewritten in place while no page holds rows.
         self.k_scales: torch.Tensor | None = None
         self.v_scales: torch.Tensor | None = None
@@ -76,14 +62,10 @@ class PagePool:
 
     def poison(self, pages: Sequence[int], fill: Fill, *, seed: int = 0) -> None:
         """Overwrite whole pages with a fill pattern, whoever holds them. The books do not change."""
-        _check_fill(fill)
-        if not pages:
-            return
-        index = self._index(pages)
-        if fill == "random":
-            self.buffer[index] = _randomize(torch.empty((len(pages), self.layout.page_bytes), dtype=torch.uint8, device=self.device), seed)
-        else:
-            self.buffer[index] = _make_page(self.layout, fill, self.device)
+        check_fill(fill)
+        if pages:
+            spans = torch.empty((len(pages), self.layout.page_bytes), dtype=torch.uint8, device=self.device)
+            self.buffer[self._index(pages)] = fill_buffer(spans, fill, self.layout.fields, seed=seed)
 
     def check(self, held: Iterable[int] | None = None) -> None:
         """Recount the books from scratch; see PageLedger.check. Reads no page, so it does not wait for the device."""
@@ -109,36 +91,12 @@ def num_pages_for_bytes(layout: PageLayout, num_bytes: int) -> int:
     return num_pages
 
 
-def _check_fill(fill: str) -> None:
-    if fill not in FILLS:
-        raise ConfigError(f"fill {fill!r} is unknown; use one of {', '.join(FILLS)}")
-
-
 def _make_buffer(layout: PageLayout, num_pages: int, device: torch.device) -> torch.Tensor:
     try:
         return torch.empty((num_pages, layout.page_bytes), dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch has one class for "no memory" on a GPU, and none on a CPU
         num_bytes = num_pages * layout.page_bytes
         raise PoolError(f"{num_pages} pages of {layout.page_bytes} bytes ({num_bytes} bytes) cannot be allocated on {device}; use fewer pages") from error
-
-
-def _make_page(layout: PageLayout, fill: Fill, device: torch.device) -> torch.Tensor:
-    """One page full of a pattern: [page_bytes] uint8."""
-    page = torch.full((1, layout.page_bytes), _BYTE_FILLS.get(fill, 0xFF), dtype=torch.uint8, device=device)
-    if fill in _BYTE_FILLS:
-        return page[0]
-    for layer in range(layout.num_layers):
-        fields = [layout.k_pages(page, layer), layout.v_pages(page, layer)]
-        if layout.has_scale_rows:
-            fields += [layout.k_scales(page, layer), layout.v_scales(page, layer)]
-        for field in fields:
-            has_inf = field.dtype != torch.float8_e4m3fn
-            field.fill_(float("inf") if fill == "inf" and has_inf else torch.finfo(field.dtype).max)
-    return page[0]
-
-
-def _randomize(target: torch.Tensor, seed: int) -> torch.Tensor:
-    return target.random_(0, 256, generator=torch.Generator(target.device).manual_seed(seed))
 
 
 def _one(scales: torch.Tensor | None, layer: int) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ from atoll import LLM, SamplingParams
 from atoll.config import SchedulerConfig
 from atoll.engine.batch import BatchBuilder
 from atoll.engine.scheduler import Scheduler
-from atoll.kv.pool import FILLS
+from atoll.kv import FILLS
 from tests.engine.tiny import make_llm, prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -28,7 +28,16 @@ PART_ORDER: tuple[tuple[str, ...], ...] = (
 )
 
 # Pure parts: they run, and are tested, without torch.
-NO_TORCH = ("atoll.errors", "atoll.config", "atoll.kv.ledger", "atoll.engine.sampling", "atoll.engine.request", "atoll.engine.step", "atoll.engine.scheduler")
+NO_TORCH = (
+    "atoll.errors",
+    "atoll.config",
+    "atoll.kv.ledger",
+    "atoll.kv.slot_ledger",
+    "atoll.engine.sampling",
+    "atoll.engine.request",
+    "atoll.engine.step",
+    "atoll.engine.scheduler",
+)
 
 ENVIRONMENT_READER = "atoll/config.py"
 

@@ -7,7 +7,7 @@ import torch
 
 from atoll.errors import ConfigError, PoolCorruptError, PoolError
 from atoll.kv import FILLS, PageLayout, PagePool, num_pages_for_bytes
-from atoll.kv.pool import Fill
+from atoll.kv.fills import Fill
 from atoll.ops.attention import DecodeSpec, append_kv, check_kv, decode_attention, plan_decode
 from atoll.ops.attention.spec import PagedKV
 from atoll.ops.quant.formats import KV_FORMATS, KVFormat, is_fp8
