@@ -1,6 +1,7 @@
 """`atoll probe`: the ownership promise, tried on decode kernels and on a whole engine."""
 
 import functools
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -131,8 +132,12 @@ def _reports(probe: "Callable[[Case], CaseReport]", cases: "list[Case]", num_job
         finally:
             signal.signal(signal.SIGINT, heed)
         yield from reports
+    except (KeyboardInterrupt, GeneratorExit):
+        # An interrupt waits for no case, begun or not.
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
     finally:
-        # An interrupt does not wait for the cases that have not begun.
         pool.shutdown(cancel_futures=True)
 
 

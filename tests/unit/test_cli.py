@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,16 @@ def test_ctrl_c_in_a_process_leaves_no_traceback() -> None:
     heed = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=heed)
     assert (result.returncode, result.stderr) == (130, "interrupted\n")
+
+
+def test_an_interrupt_ends_a_probe_in_several_processes_quietly() -> None:
+    command = [sys.executable, "-m", "atoll", "probe", "kernels", "--backend", "reference", "--device", "cpu", "--matrix", "full", "--jobs", "2"]
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed) as process:
+        time.sleep(6)  # the workers are starting, or at their first cases; a terminal's Ctrl-C goes to them too
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "interrupted\n")
 
 
 def test_info_tells_versions_and_why_a_backend_is_refused() -> None:
