@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.cli.base import EXIT_FOUND, fail, stderr_console, write_json
-from atoll.config import make_engine_config
+from atoll.config import EngineConfig, make_engine_config
 from atoll.engine.sampling import SamplingParams
 from atoll.errors import RequestError
 
@@ -36,6 +36,8 @@ def generate(
     kv_fill: Annotated[str, typer.Option(help="The pool's bytes at start: zero, nan, random, ...; the output must not depend on it.")] = "zero",
     page_size: Annotated[int, typer.Option(help="Tokens per page, a power of two.")] = 16,
     num_pages: Annotated[int | None, typer.Option(help="Pages of the pool.", show_default="from the memory at hand")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and output together, at most.", show_default="what model and pool allow")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Prompts that run at once.")] = EngineConfig.max_num_seqs,
     attention_backend: Annotated[str, typer.Option(help="auto, triton, reference.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
@@ -50,6 +52,8 @@ def generate(
         "kv_fill": kv_fill,
         "page_size": page_size,
         "num_pages": num_pages,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
         "attention_backend": attention_backend,
         "device": device,
         "dtype": dtype,

@@ -41,7 +41,7 @@ def probe_kernels(
 ) -> None:
     """Fill every place that no sequence owns with hostile bytes; not one bit of the output may change.
 
-    Exits with 0 when all cases are clean, 1 when one leaks, answers wrongly or swallows a NaN that a sequence owns, 2 when nothing could be run.
+    Exits with 0 when all cases are clean, 1 when one leaks, answers wrongly, fails or swallows a NaN that a sequence owns, 2 when nothing could be run.
     With TRITON_INTERPRET=1 in the environment, Triton kernels run on a CPU.
     """
     if (backend is None) == (adapter is None):
@@ -55,7 +55,9 @@ def probe_kernels(
     num_jobs = min(len(cases), jobs or (min(MAX_PROCESSES, os.cpu_count() or 1) if target.type == "cuda" else 1))
     probe = functools.partial(probe_by_name, name, device=str(target), fills=chosen_fills, tolerance=tolerance)
     reports = _run(probe, cases, num_jobs)
-    counts = {status: sum(report.status == status for report in reports) for status in ("clean", "leak", "out of range", "wrong", "control", "refused")}
+    counts = {
+        status: sum(report.status == status for report in reports) for status in ("clean", "leak", "failed", "out of range", "wrong", "control", "refused")
+    }
     if as_json:
         _write_json(reports, counts, name, target)
     else:

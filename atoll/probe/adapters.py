@@ -143,6 +143,8 @@ def load_adapter(path: str) -> Adapter:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise BackendError(f"adapter {path!r} cannot be imported: {error}; is it on PYTHONPATH?") from error
+    except Exception as error:  # a module of somebody else's may raise anything
+        raise BackendError(f"adapter {path!r} cannot be imported: {type(error).__name__}: {error}; mend the module") from error
     adapter = getattr(module, attribute, None)
     if not callable(adapter):
         raise BackendError(f"module {module_name} has no function {attribute!r}; check the name")

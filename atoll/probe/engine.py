@@ -10,6 +10,7 @@ from atoll.engine.build import choose_device, choose_dtype
 from atoll.engine.llm import LLM, Prompt
 from atoll.engine.output import RequestOutput
 from atoll.engine.sampling import SamplingParams
+from atoll.errors import ConfigError
 from atoll.models.loader import LoadedModel, load_model
 
 PROMPTS: tuple[str, ...] = (
@@ -61,8 +62,10 @@ def probe_engine(
 ) -> EngineReport:
     """Generate greedily with both fills, all prompts at once; `options` as for LLM.
 
-    Raises ConfigError or ModelError for what LLM would refuse.
+    Raises ConfigError for fill "zero", and ConfigError or ModelError for what LLM would refuse.
     """
+    if fill == "zero":
+        raise ConfigError("fill 'zero' compares zeros with zeros; use nan, 0x7f, inf, max or random")
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=0)
     if isinstance(model, str):
         device = choose_device(options.get("device", "auto"))

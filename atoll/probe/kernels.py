@@ -47,6 +47,7 @@ class CaseReport:
 
     case: str
     refusal: str | None = None  # why the kernel did not take the case; then nothing below was measured
+    failure: str | None = None  # the exception that it raised, or what is wrong with the shape of its answer; the same
     out_of_range: str | None = None  # what it touched outside its buffers (found in an interpreter); the same
     leaks: tuple[Leak, ...] = ()
     error: ErrorReport | None = None
@@ -56,9 +57,11 @@ class CaseReport:
 
     @property
     def status(self) -> str:
-        """`refused`, `out of range`, `leak`, `wrong`, `control` or `clean`; the first that holds."""
+        """`refused`, `failed`, `out of range`, `leak`, `wrong`, `control` or `clean`; the first that holds."""
         if self.refusal is not None:
             return "refused"
+        if self.failure is not None:
+            return "failed"
         if self.out_of_range is not None:
             return "out of range"
         if self.leaks:
@@ -107,7 +110,7 @@ def probe_case(
     try:
         run = adapter(problem)
         poison_everything(problem, run, "zero", seed=case.seed)
-        clean = _copy(run())
+        clean = _copy(_checked(run(), problem))
         error = compare(problem, *clean)
         leaks = tuple(leak for fill in fills for leak in find_leaks(problem, run, clean, fill, seed=case.seed + 1))
         poison_everything(problem, run, "zero", seed=case.seed)
@@ -116,6 +119,8 @@ def probe_case(
         return CaseReport(case.name, refusal=str(refusal))
     except OutOfRangeError as stray:
         return CaseReport(case.name, out_of_range=str(stray))
+    except Exception as fault:  # whatever somebody else's kernel raises ends this case alone
+        return CaseReport(case.name, failure=f"{type(fault).__name__}: {fault}")
     return CaseReport(
         case.name,
         leaks=leaks,
@@ -228,6 +233,8 @@ def summary_rows(reports: Iterable[CaseReport]) -> list[dict[str, object]]:
     for report in reports:
         if report.refusal is not None:
             rows.append({"case": report.case, "status": "refused", "detail": report.refusal})
+        if report.failure is not None:
+            rows.append({"case": report.case, "status": "failed", "detail": report.failure})
         if report.out_of_range is not None:
             rows.append({"case": report.case, "status": "out of range", "detail": report.out_of_range})
         rows += [{"case": report.case, "status": "leak", "fill": k.fill, "place": k.place, "rows": k.rows, "total": k.total} for k in report.leaks]
@@ -247,6 +254,20 @@ def summary_rows(reports: Iterable[CaseReport]) -> list[dict[str, object]]:
 
 def _scratch(run: Callable[[], Result]) -> dict[str, tuple[torch.Tensor, ...]]:
     return {"workspace": run.workspace, "output": run.outputs} if isinstance(run, Run) else {}
+
+
+def _checked(result: Result, problem: DecodeProblem) -> Result:
+    """The answer, if it has the shape of one."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"the adapter's call returned {type(result).__name__}; return (out, lse), lse may be None")
+    shapes = {"out": tuple(problem.q.shape), "lse": tuple(problem.q.shape[:3])}
+    for (name, shape), value in zip(shapes.items(), result, strict=True):
+        if name == "lse" and value is None:
+            continue
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape or not value.is_floating_point():
+            found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise TypeError(f"the adapter's {name} is {found}; return a floating tensor of shape {shape}")
+    return result
 
 
 def _copy(result: Result) -> Result:

@@ -70,6 +70,25 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     assert [output.token_ids for output in llm.chat([messages, messages], GREEDY)] == [one.token_ids] * 2
 
 
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (None, "messages is None; give a list of messages"),
+        ("hi", "messages is 'hi'; give a list"),
+        ([], r"messages is \[\]; give a list"),
+        ([3], "conversation 3 is not a list of messages"),
+        ([[]], r"conversation \[\] is not a list of messages; give at least one"),
+        ({"role": "user", "content": "hi"}, "messages is {.*}; give a list"),
+        ([{"role": "user"}], "message {'role': 'user'} has no role and content as text; give one like"),
+        ([{"role": "user", "content": None}], "has no role and content as text"),
+        ([{"role": "user", "content": "\ud800"}], "message .* holds half of a surrogate pair"),
+    ],
+)
+def test_wrong_messages_are_named(llm: LLM, messages: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.chat(messages, GREEDY)
+
+
 def test_pieces_join_to_the_output() -> None:
     llm = make_llm(max_num_seqs=3)
     params = SamplingParams(temperature=1.0, max_tokens=30, seed=3, stop=["a", "xyz"])

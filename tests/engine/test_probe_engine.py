@@ -6,6 +6,7 @@ import pytest
 
 from atoll.engine import build
 from atoll.engine.output import RequestOutput
+from atoll.errors import ConfigError
 from atoll.ops.attention import DecodeSpec
 from atoll.probe.engine import first_divergence, probe_engine
 from tests.engine.tiny import CONFIG, ByteTokenizer, TinyLoaded, prompts, tiny_model
@@ -32,6 +33,11 @@ def test_an_engine_that_does_not_mask_is_found(monkeypatch: pytest.MonkeyPatch) 
     assert not report.same
     found = report.divergences[0]
     assert found.clean != found.poisoned
+
+
+def test_zeros_against_zeros_are_refused() -> None:
+    with pytest.raises(ConfigError, match="fill 'zero' compares zeros with zeros; use nan"):
+        probe_engine(tiny_loaded(), prompts(1), fill="zero", **OPTIONS)  # type: ignore[arg-type]
 
 
 def test_first_divergence_names_the_token() -> None:

@@ -1,6 +1,7 @@
 """Adapters by name and by path, and what those for others' kernels say where they cannot run."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,35 @@ def test_names_resolve() -> None:
 
 def test_a_plain_callable_can_be_probed() -> None:
     assert probe_case(load_adapter("tests.ops.test_adapters:plain_adapter"), CASE, fills=("nan",)).status == "clean"
+
+
+@pytest.mark.parametrize(
+    ("result", "failure"),
+    [
+        (None, r"TypeError: the adapter's call returned NoneType; return \(out, lse\)"),
+        ((torch.zeros(1), None), r"TypeError: the adapter's out is torch.float32 of shape \(1,\); return a floating tensor of shape"),
+        ((None, None), "TypeError: the adapter's out is NoneType"),
+        (ZeroDivisionError("by design"), "ZeroDivisionError: by design"),
+    ],
+)
+def test_a_kernel_that_breaks_the_contract_fails_its_case(result: object, failure: str) -> None:
+    def call() -> object:
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    report = probe_case(lambda problem: call, CASE, fills=("nan",))  # type: ignore[arg-type,return-value]
+    assert report.status == "failed"
+    assert re.match(failure, report.failure or "")
+    [row] = summary_rows([report])
+    assert row["status"] == "failed"
+
+
+def test_a_module_that_raises_at_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_adapter.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(BackendError, match="adapter 'broken_adapter:run' cannot be imported: ZeroDivisionError"):
+        load_adapter("broken_adapter:run")
 
 
 @pytest.mark.parametrize(
