@@ -119,7 +119,7 @@ def probe_case(
         return CaseReport(case.name, refusal=str(refusal))
     except OutOfRangeError as stray:
         return CaseReport(case.name, out_of_range=str(stray))
-    except Exception as fault:  # whatever somebody else's kernel raises ends this case alone
+    except Exception as fault:  # noqa: BLE001 - whatever somebody else's kernel raises ends this case alone
         return CaseReport(case.name, failure=f"{type(fault).__name__}: {fault}")
     return CaseReport(
         case.name,
