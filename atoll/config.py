@@ -22,11 +22,12 @@ class EngineConfig:
     page_size: int = 16  # tokens
     kv_format: str = "auto"  # auto: bf16
     num_pages: int | None = None  # pages, the null page included; None: from kv_memory_bytes
-    kv_memory_bytes: int | None = None  # bytes; None: as many as max_num_seqs full sequences need, within a share of the device's memory
+    # Bytes of pages alone, without a hybrid model's state slots; None: as many as max_num_seqs full sequences need, within a share of the device's memory.
+    kv_memory_bytes: int | None = None
     max_model_len: int | None = None  # tokens of one sequence, prompt and output; None: the model's limit, or the pool's where that is lower
     max_num_seqs: int = 64  # sequences in one step
     max_num_batched_tokens: int = 2048  # tokens in one step
-    kv_fill: str = "zero"  # the pool's bytes at start; nan and random show whether anything reads a row that no sequence owns
+    kv_fill: str = "zero"  # the bytes of pages and state slots at start; nan and random show whether anything reads a row that no sequence owns
     attention_backend: str = "auto"  # auto: the first of atoll.ops.attention.plan.BACKENDS that takes the spec
     cuda_graphs: bool = True  # replay steps that only decode; no effect on cpu
     seed: int = 0  # for requests without a seed of their own

@@ -18,6 +18,7 @@ class PrefillSegment:
     count: int  # tokens
     seq_len: int  # tokens of its sequence, the chunk included
     page_ids: torch.Tensor  # [pages of seq_len] int32, on the device
+    state_slot: int | None = None  # None: the model keeps no state
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,14 @@ class BatchBuilder:
             sample_rows=upload(_sample_rows(step), torch.int64, self._device),
         )
 
+    def state_slots(self, step: Step, num_padded: int) -> torch.Tensor:
+        """The decode rows' slots for a model that keeps states: [num_padded] int32 on the host; -1 for a padded row."""
+        slots = empty_on_host((num_padded,), torch.int32, self._device)
+        ints = slots.numpy()
+        ints[: len(step.decodes)] = [row.state_slot for row in step.decodes]
+        ints[len(step.decodes) :] = -1
+        return slots
+
     def _fill_tokens(self, ints: np.ndarray, step: Step) -> None:
         at = len(step.decodes)
         ints[0, at:] = 0
@@ -99,7 +108,7 @@ class BatchBuilder:
         pages = host.to(self._device, non_blocking=True).split(counts)
         segments, first = [], len(step.decodes)
         for row, page_ids in zip(step.prefills, pages, strict=True):
-            segments.append(PrefillSegment(first, len(row.token_ids), row.start + len(row.token_ids), page_ids))
+            segments.append(PrefillSegment(first, len(row.token_ids), row.start + len(row.token_ids), page_ids, row.state_slot))
             first += len(row.token_ids)
         return segments
 

@@ -13,9 +13,11 @@ from atoll.errors import ConfigError
 from atoll.kv.fills import Fill
 from atoll.kv.layout import PageLayout
 from atoll.kv.pool import PagePool, num_pages_for_bytes
-from atoll.models.base import Model
+from atoll.kv.slots import SlotLayout, SlotPool
+from atoll.models.base import HybridModel, Model
 from atoll.models.model_config import ModelConfig
 from atoll.ops.attention import DecodeSpec
+from atoll.ops.delta import DeltaSpec
 from atoll.ops.quant.formats import KVFormat
 
 CPU_POOL_BYTES = 2 * 2**30  # at most; and a quarter of the machine's memory
@@ -45,11 +47,13 @@ def choose_dtype(name: str) -> torch.dtype | None:
     return {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def make_engine(model: Model, shape: ModelConfig, tokenizer: Tokenizer, config: EngineConfig) -> Engine:
+def make_engine(model: Model | HybridModel, shape: ModelConfig, tokenizer: Tokenizer, config: EngineConfig) -> Engine:
     """Raises ConfigError for sizes that do not fit, SpecError or BackendError for a model that no attention backend takes."""
     kv_format = cast(KVFormat, "bf16" if config.kv_format == "auto" else config.kv_format)
     spec = DecodeSpec(shape.num_q_heads, shape.num_kv_heads, shape.head_dim, config.page_size, q_dtype=model.dtype, kv_format=kv_format, window=shape.window)
-    layout = PageLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.page_size, kv_format)
+    layout = PageLayout(shape.num_attention_layers, shape.num_kv_heads, shape.head_dim, config.page_size, kv_format)
+    # Before the pages, which take what memory is left.
+    slots = make_slots(shape, config, model.device, model.dtype)
     num_pages = choose_num_pages(config, layout, shape.max_position, model.device)
     sizes = SchedulerConfig(
         page_size=config.page_size,
@@ -59,7 +63,17 @@ def make_engine(model: Model, shape: ModelConfig, tokenizer: Tokenizer, config: 
     )
     pool = PagePool(layout, num_pages, model.device, cast(Fill, config.kv_fill))
     runner_config = RunnerConfig(sizes.max_model_len, sizes.max_num_seqs, config.attention_backend, config.cuda_graphs)
-    return Engine(Runner(model, spec, pool, runner_config), pool, tokenizer, sizes, vocab_size=shape.vocab_size, seed=config.seed)
+    runner = Runner(model, spec, pool, runner_config, slots)
+    return Engine(runner, pool, tokenizer, sizes, vocab_size=shape.vocab_size, seed=config.seed, slots=slots)
+
+
+def make_slots(shape: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> SlotPool | None:
+    """A state slot for each sequence of a step, filled like the pool; None for a model that keeps no state. Their memory is not part of kv_memory_bytes."""
+    delta = shape.delta
+    if delta is None:
+        return None
+    spec = DeltaSpec(delta.num_k_heads, delta.num_v_heads, delta.k_head_dim, delta.v_head_dim, delta.conv_width, dtype)
+    return SlotPool(SlotLayout(len(shape.linear_layers), spec), config.max_num_seqs, device, cast(Fill, config.kv_fill))
 
 
 def choose_num_pages(config: EngineConfig, layout: PageLayout, max_position: int, device: torch.device) -> int:

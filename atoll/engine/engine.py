@@ -13,6 +13,7 @@ from atoll.engine.scheduler import Scheduler
 from atoll.engine.text import TextStream, Tokenizer
 from atoll.errors import RequestError
 from atoll.kv.pool import PagePool
+from atoll.kv.slots import SlotPool
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +32,27 @@ class _Generation:
 
 
 class Engine:
-    """Requests in, pieces of text out. Whatever ends a request (its own stop, an error, an abort, an exception in the caller), its pages come back."""
+    """Requests in, pieces of text out.
 
-    def __init__(self, runner: Runner, pool: PagePool, tokenizer: Tokenizer, config: SchedulerConfig, *, vocab_size: int, seed: int = 0) -> None:
+    Whatever ends a request (its own stop, an error, an abort, an exception in the caller), its pages and its state slot come back.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        pool: PagePool,
+        tokenizer: Tokenizer,
+        config: SchedulerConfig,
+        *,
+        vocab_size: int,
+        seed: int = 0,
+        slots: SlotPool | None = None,  # of a hybrid model
+    ) -> None:
         self.runner = runner
         self.pool = pool
+        self.slots = slots
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(config, pool.ledger)
+        self.scheduler = Scheduler(config, pool.ledger, slots.ledger if slots is not None else None)
         self.vocab_size = vocab_size
         self.num_steps = 0
         self._seed = seed
@@ -158,5 +173,7 @@ class Engine:
 
     def _check_idle(self) -> None:
         if not self.has_work:
-            # No request is left, so no page may be held: a recount finds one that was lost.
+            # No request is left, so no page and no slot may be held: a recount finds one that was lost.
             self.pool.check(held=())
+            if self.slots is not None:
+                self.slots.check(held=())

@@ -1,4 +1,4 @@
-"""One request while it lives: its tokens, its pages, how far it has been computed; knows no text."""
+"""One request while it lives: its tokens, its pages and state slot, how far it has been computed; knows no text."""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +18,8 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()  # end-of-sequence tokens included, unless ignored
     output_token_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
-    num_computed: int = 0  # tokens whose keys and values lie in `pages`
+    state_slot: int | None = None  # held while it runs, where the model keeps a state
+    num_computed: int = 0  # tokens whose keys and values lie in `pages`, and which the state has seen
     num_preemptions: int = 0
 
     @property

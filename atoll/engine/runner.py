@@ -1,16 +1,19 @@
 """Runs steps on one device: batch, forward pass, sampling; replays decode steps as CUDA graphs; knows no request's life and no text."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from atoll.engine.attend import PagedAttend
-from atoll.engine.batch import Batch, BatchBuilder
+from atoll.engine.batch import Batch, BatchBuilder, PrefillSegment
+from atoll.engine.delta import SlotDelta
 from atoll.engine.sampler import SampledToken, sample
 from atoll.engine.step import Step
 from atoll.kv.pool import PagePool
-from atoll.models.base import Model
+from atoll.kv.slots import SlotPool
+from atoll.models.base import HybridModel, Model
 from atoll.ops.attention import DecodePlan, DecodeSpec, plan_decode
 
 
@@ -29,23 +32,27 @@ class DecodeGraph:
     """Decode steps of one padded batch size: what they read, and once captured the graph and what it writes."""
 
     plan: DecodePlan
-    ints: torch.Tensor  # [3, BP] int64: token ids, positions, slots
+    ints: torch.Tensor  # [3, BP] int64: token ids, positions, token slots
+    state_slots: torch.Tensor | None = None  # [BP] int32; None: the model keeps no state
     graph: "torch.cuda.CUDAGraph | None" = None
     logits: torch.Tensor | None = None  # [BP, V] fp32
 
 
 class Runner:
-    """Holds the model, the pool's tensors and, per padded batch size, one decode plan, made once and refilled each step.
+    """Holds the model, the pools' tensors and, per padded batch size, one decode plan, made once and refilled each step.
 
     On a GPU a step that only decodes is padded to the next size, captured or not, and a mixed step's decode rows use the same plan: so replaying a graph
     gives the bits of running eagerly. The first step of a size runs eagerly, on real rows (which compiles the kernels), and is then captured for later
-    ones; there is no dummy run, so nothing ever writes to the null page.
+    ones; there is no dummy run, so nothing ever writes to the null page, and no state moves on twice.
+
+    A hybrid model comes with its state slots, any other with None.
     """
 
-    def __init__(self, model: Model, spec: DecodeSpec, pool: PagePool, config: RunnerConfig) -> None:
+    def __init__(self, model: Model | HybridModel, spec: DecodeSpec, pool: PagePool, config: RunnerConfig, slots: SlotPool | None = None) -> None:
         self.spec = spec
         self._model = model
         self._pool = pool
+        self._slots = slots
         self._config = config
         self._layers = [pool.layer_kv(layer) for layer in range(pool.layout.num_layers)]
         self._builder = BatchBuilder(pool.device, spec.page_size, -(-config.max_model_len // spec.page_size))
@@ -68,6 +75,9 @@ class Runner:
     @torch.inference_mode()
     def execute(self, step: Step) -> dict[int, SampledToken]:
         """Run a step; the chosen token of each request that samples, by request id."""
+        if self._slots is not None:
+            # A sequence begins with a state of zeros, whatever its slot was left with.
+            self._slots.clear([row.state_slot for row in step.rows if row.start == 0 and row.state_slot is not None])
         logits = self._run_decodes(step) if not step.prefills else self._run_mixed(step)
         tasks = {row.request_id: row.sample for row in step.rows if row.sample is not None}
         if not tasks:
@@ -91,7 +101,8 @@ class Runner:
         entry = self._graph_for(len(step.decodes)) if step.decodes else None
         batch = self._build(step, entry, into_graph=False)
         attend = PagedAttend(self._layers, self.spec, batch.slots, entry.plan if entry else None, batch.num_decodes, batch.segments)
-        hidden = self._model.forward(batch.token_ids, batch.positions, attend)  # [T, H]
+        delta = self._delta(entry, batch.num_decodes, batch.segments)
+        hidden = self._forward(batch.token_ids, batch.positions, attend, delta)  # [T, H]
         rows = hidden[batch.sample_rows]
         # Chunks that end no sequence sample nothing; not every kernel takes a batch of nothing.
         return self._model.logits(rows) if len(rows) else rows
@@ -100,12 +111,22 @@ class Runner:
         batch = self._builder.build(step, entry.plan.batch if entry else 0, entry.ints if entry and into_graph else None)
         if entry is not None:
             entry.plan.refill(batch.seq_lens, batch.page_table)
+            if entry.state_slots is not None:
+                entry.state_slots.copy_(self._builder.state_slots(step, entry.plan.batch), non_blocking=True)
         return batch
 
     def _forward_decodes(self, entry: DecodeGraph) -> torch.Tensor:
         token_ids, positions, slots = entry.ints
         attend = PagedAttend(self._layers, self.spec, slots, entry.plan, entry.plan.batch)
-        return self._model.logits(self._model.forward(token_ids, positions, attend))
+        return self._model.logits(self._forward(token_ids, positions, attend, self._delta(entry, entry.plan.batch)))
+
+    def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: PagedAttend, delta: SlotDelta | None) -> torch.Tensor:
+        if delta is None:
+            return cast(Model, self._model).forward(token_ids, positions, attend)
+        return cast(HybridModel, self._model).forward(token_ids, positions, attend, delta)
+
+    def _delta(self, entry: DecodeGraph | None, num_decodes: int, segments: Sequence[PrefillSegment] = ()) -> SlotDelta | None:
+        return None if self._slots is None else SlotDelta(self._slots, entry.state_slots if entry else None, num_decodes, segments)
 
     def _capture(self, entry: DecodeGraph) -> None:
         graph = torch.cuda.CUDAGraph()
@@ -129,7 +150,8 @@ class Runner:
             backend=self._config.attention_backend,
             max_seq_len=self._config.max_model_len,
         )
-        return DecodeGraph(plan, torch.zeros(3, size, dtype=torch.int64, device=self.device))
+        state_slots = None if self._slots is None else torch.full((size,), -1, dtype=torch.int32, device=self.device)
+        return DecodeGraph(plan, torch.zeros(3, size, dtype=torch.int64, device=self.device), state_slots)
 
 
 def padded_batch_size(num_decodes: int, max_num_seqs: int) -> int:

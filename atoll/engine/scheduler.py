@@ -4,7 +4,8 @@ Policy, in one paragraph. Running requests come first, in order of arrival, one 
 computed; what the token budget leaves goes to waiting requests, first come first served. Chunks end on a fixed grid counted from position 0 (but for the
 one that ends the sequence), so that how a prompt is cut depends on little else. Pages are appended as rows are scheduled. When none is free, the request
 that arrived last gives all of its pages back and waits at the front with its generated tokens kept; it is computed again from position 0. A request is
-admitted only when the free pages cover its tokens and those that running requests still have to compute, which keeps preemption rare.
+admitted only when the free pages cover its tokens and those that running requests still have to compute, which keeps preemption rare. Of a model that
+keeps states, each running request holds one state slot, from its admission until it ends or is preempted.
 """
 
 from collections import deque
@@ -14,20 +15,24 @@ from atoll.engine.request import Request
 from atoll.engine.step import Step, StepRow
 from atoll.errors import ConfigError
 from atoll.kv.ledger import PageLedger
+from atoll.kv.slot_ledger import SlotLedger
 
 
 class Scheduler:
-    """Owns the requests' pages: they come from `ledger` here and go back to it here."""
+    """Owns the requests' pages and state slots: they come from `ledger` and `slots` here and go back to them here."""
 
-    def __init__(self, config: SchedulerConfig, ledger: PageLedger) -> None:
+    def __init__(self, config: SchedulerConfig, ledger: PageLedger, slots: SlotLedger | None = None) -> None:
         capacity = (ledger.num_pages - 1) * config.page_size
         if config.max_model_len > capacity:
             raise ConfigError(
                 f"max_model_len {config.max_model_len} is above the {capacity} tokens that {ledger.num_pages - 1} pages of {config.page_size} hold; "
                 f"use {capacity} or less, or more pages"
             )
+        if slots is not None and slots.num_slots < config.max_num_seqs:
+            raise ConfigError(f"{slots.num_slots} state slots are below max_num_seqs {config.max_num_seqs}; give each running sequence one")
         self.config = config
         self.ledger = ledger
+        self.slots = slots  # None: the model keeps no state
         self.waiting: deque[Request] = deque()  # in order of arrival: preemption takes the latest first and puts it in front
         self.running: list[Request] = []  # in order of arrival
 
@@ -41,7 +46,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def finish(self, request: Request) -> None:
-        """Take a request out, wherever it stands, and give its pages back."""
+        """Take a request out, wherever it stands, and give its pages and its slot back."""
         if request in self.running:
             self.running.remove(request)
         else:
@@ -80,6 +85,7 @@ class Scheduler:
             if not count or reserved > self.ledger.num_free:
                 return
             self.running.append(self.waiting.popleft())
+            request.state_slot = self.slots.allocate() if self.slots is not None else None
             num_free = self.ledger.num_free
             appended = self._append_pages(request, count, step)
             assert appended, "the pages of an admitted request were counted as free"
@@ -118,12 +124,16 @@ class Scheduler:
             token_ids=request.tokens(request.num_computed, count),
             pages=list(request.pages),
             sample=request.sample_task() if ends else None,
+            state_slot=request.state_slot,
         )
         (step.decodes if count == 1 else step.prefills).append(row)
 
     def _release(self, request: Request) -> None:
         self.ledger.release(request.pages)
         request.pages = []
+        if self.slots is not None and request.state_slot is not None:
+            self.slots.release(request.state_slot)
+        request.state_slot = None
         request.num_computed = 0
 
     def _pages_for(self, num_tokens: int) -> int:

@@ -24,6 +24,7 @@ class StepRow:
     token_ids: list[int]
     pages: list[int]  # the sequence's pages, as many as its rows up to this step's last token need
     sample: SampleTask | None  # None: a chunk that does not reach the sequence's end
+    state_slot: int | None = None  # where the sequence's state lies; None: the model keeps none
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -9,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from atoll.errors import ModelError
-from atoll.models.base import Model, WeightSource
+from atoll.models.base import HybridModel, Model, WeightSource
 from atoll.models.decoder import DecoderBase
 from atoll.models.gguf_file import GGUFFile
 from atoll.models.gguf_tokenizer import tokenizer_from_gguf
@@ -25,8 +26,12 @@ MODELS: dict[str, str] = {
     "llama": "atoll.models.llama:LlamaModel",
     "mistral": "atoll.models.llama:LlamaModel",
     "qwen3": "atoll.models.qwen3:Qwen3Model",
+    "qwen3_5": "atoll.models.qwen3_5:Qwen3_5Model",
+    "qwen3_5_moe": "atoll.models.qwen3_5_moe:Qwen3_5MoeModel",
+    "qwen3_next": "atoll.models.qwen3_next:Qwen3NextModel",
 }
-
+# Those that are read from GGUF files too.
+_GGUF_MODELS = ("llama", "mistral", "qwen3")
 
 # Multi-token prediction and the image encoder.
 _BESIDE_HYBRIDS = ("mtp.", "model.visual.")
@@ -50,7 +55,7 @@ NAMED_MODELS: dict[str, NamedModel] = {
 class LoadedModel:
     """A model on its device, and what belongs to it."""
 
-    model: Model
+    model: Model | HybridModel
     config: ModelConfig
     tokenizer: Tokenizer
 
@@ -140,7 +145,7 @@ def _open_folder(folder: Path) -> tuple[ModelConfig, WeightSource, Tokenizer]:
 
 def _open_gguf(path: Path) -> tuple[ModelConfig, WeightSource, Tokenizer]:
     file = GGUFFile(path)
-    _check_supported(file.metadata.get("general.architecture"), path)
+    _check_supported(file.metadata.get("general.architecture"), path, _GGUF_MODELS)
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{path} lacks tensor token_embd.weight; the checkpoint is incomplete")
     factors = file.read(ROPE_FACTORS, torch.float32).tolist() if ROPE_FACTORS in file.tensors else ()
@@ -150,9 +155,9 @@ def _open_gguf(path: Path) -> tuple[ModelConfig, WeightSource, Tokenizer]:
     return config, GGUFWeights(file, config), tokenizer_from_gguf(file.metadata, config.eos_token_ids, str(path))
 
 
-def _check_supported(model_type: object, path: Path) -> None:
-    if not isinstance(model_type, str) or model_type not in MODELS:
-        raise ModelError(f"{path} is of model type {model_type!r}, which is not supported; supported: {', '.join(MODELS)}")
+def _check_supported(model_type: object, path: Path, supported: Collection[str] = MODELS) -> None:
+    if not isinstance(model_type, str) or model_type not in supported:
+        raise ModelError(f"{path} is of model type {model_type!r}, which is not supported; supported: {', '.join(supported)}")
 
 
 def _packaged_file(name: str) -> Path:

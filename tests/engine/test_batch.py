@@ -38,6 +38,18 @@ def test_a_padded_decode_step_writes_nothing_and_names_the_null_page() -> None:
     assert batch.page_table.tolist() == [[7, 3, 0], [9, 0, 0], [0, 0, 0], [0, 0, 0]]
 
 
+def test_state_slots_name_none_for_padded_rows() -> None:
+    rows = [StepRow(0, 5, [50], [7, 3], SAMPLE, state_slot=6), StepRow(1, 0, [60], [9], None, state_slot=0)]
+    slots = BatchBuilder(CPU, page_size=4, table_width=3).state_slots(Step(decodes=rows), num_padded=4)
+    assert slots.dtype == torch.int32 and slots.tolist() == [6, 0, -1, -1]
+
+
+def test_a_chunk_carries_its_state_slot() -> None:
+    rows = [StepRow(2, 8, [70, 71, 72], [1, 2, 8], SAMPLE, state_slot=5), StepRow(3, 0, [80, 81], [4], None)]
+    batch = BatchBuilder(CPU, page_size=4, table_width=5).build(Step(prefills=rows), num_padded=0)
+    assert [segment.state_slot for segment in batch.segments] == [5, None]
+
+
 def test_slots_of_large_pools_are_64_bit() -> None:
     page = 2**31 - 1
     batch = BatchBuilder(CPU, page_size=1024, table_width=1).build(Step(decodes=[StepRow(0, 3, [1], [page], SAMPLE)]), num_padded=1)

@@ -9,8 +9,11 @@ import torch
 from atoll import LLM, SamplingParams
 from atoll.engine import runner as runner_module
 from atoll.engine.runner import Runner
+from atoll.models import LoadedModel, load_model
 from atoll.models.llama import LlamaModel
 from tests.engine.tiny import CONFIG, ByteTokenizer, RandomWeights, TinyLoaded, prompts
+from tests.models.hybrids import CASES
+from tests.models.tiny import make_folder
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +25,7 @@ def loaded() -> TinyLoaded:
     return TinyLoaded(LlamaModel(CONFIG, RandomWeights(CONFIG), torch.device("cuda"), torch.bfloat16), CONFIG, ByteTokenizer())
 
 
-def make_llm(loaded: TinyLoaded, **options: Any) -> LLM:
+def make_llm(loaded: TinyLoaded | LoadedModel, **options: Any) -> LLM:
     return LLM.from_loaded(loaded, **{"max_num_seqs": 12, "max_model_len": 256, **options})  # type: ignore[arg-type]
 
 
@@ -56,6 +59,36 @@ def test_a_poisoned_pool_gives_the_bits_of_a_zeroed_one(loaded: TinyLoaded, kv_f
     zero = results(make_llm(loaded, **options))
     for fill in ("nan", "inf", "max", "random"):
         assert results(make_llm(loaded, kv_fill=fill, **options)) == zero, fill
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "qwen3_5_moe"])
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = tmp_path_factory.mktemp(request.param)
+    make_folder(folder, **CASES[request.param] | {"eos_token_id": None})
+    return load_model(str(folder), device="cuda", dtype=torch.bfloat16)
+
+
+def test_a_hybrid_model_replayed_gives_the_bits_of_an_eager_step(hybrid: LoadedModel) -> None:
+    eager, graphs = make_llm(hybrid, cuda_graphs=False), make_llm(hybrid)
+    wanted = results(eager)
+    assert results(graphs) == wanted and graphs.engine.runner.captured_sizes
+    # All replays now, in slots that others have held.
+    assert results(graphs) == wanted
+
+
+def test_a_hybrid_model_in_poisoned_pages_and_slots_gives_the_bits_of_zeroed_ones(hybrid: LoadedModel) -> None:
+    zero = results(make_llm(hybrid))
+    for fill in ("nan", "inf", "max", "random"):
+        assert results(make_llm(hybrid, kv_fill=fill)) == zero, fill
+
+
+def test_padded_rows_touch_no_slot(hybrid: LoadedModel) -> None:
+    llm = make_llm(hybrid, kv_fill="nan")
+    results(llm, count=3)
+    slots = llm.engine.slots
+    assert slots is not None and llm.engine.runner.captured_sizes
+    # Three requests ran in the first three slots, padded to four rows.
+    assert bool((slots.buffer[3:] == 0xFF).all())
 
 
 def test_padded_rows_leave_the_null_page_alone(loaded: TinyLoaded) -> None:

@@ -15,11 +15,13 @@ from atoll.engine.scheduler import Scheduler
 from atoll.engine.step import Step
 from atoll.errors import ConfigError, PoolCorruptError
 from atoll.kv.ledger import PageLedger
+from atoll.kv.slot_ledger import SlotLedger
 
 
-def make_scheduler(num_pages: int = 65, **options: int) -> Scheduler:
+def make_scheduler(num_pages: int = 65, num_slots: int | None = None, **options: int) -> Scheduler:
     defaults = {"page_size": 4, "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_grid": 8}
-    return Scheduler(SchedulerConfig(**{**defaults, **options}), PageLedger(num_pages))
+    slots = SlotLedger(num_slots) if num_slots is not None else None
+    return Scheduler(SchedulerConfig(**{**defaults, **options}), PageLedger(num_pages), slots)
 
 
 class Driver:
@@ -177,12 +179,52 @@ def test_a_scheduler_that_forgets_a_page_is_found() -> None:
         scheduler.ledger.check(held=())
 
 
+def test_a_running_request_holds_one_slot_and_keeps_it() -> None:
+    driver = Driver(make_scheduler(num_slots=4))
+    first = driver.add(num_prompt=45, max_tokens=3)
+    assert first.state_slot is None, "it waits"
+    seen = {(row.request_id, row.state_slot) for step in [driver.step() for _ in range(3)] for row in step.rows}
+    second = driver.add(num_prompt=5, max_tokens=8)
+    seen |= {(row.request_id, row.state_slot) for row in driver.step().rows}
+    assert seen == {(0, first.state_slot), (1, second.state_slot)} and first.state_slot != second.state_slot
+    driver.run()
+    assert first.state_slot is None and second.state_slot is None
+    assert driver.scheduler.slots is not None and driver.scheduler.slots.num_free == 4
+
+
+def test_a_preempted_request_gives_its_slot_back_and_starts_anew() -> None:
+    driver = Driver(make_scheduler(num_pages=7, num_slots=4, max_model_len=24))
+    driver.add(8, 8)
+    second = driver.add(8, 8)
+    while not driver.step().preempted:
+        assert second.state_slot is not None
+    assert second.state_slot is None and driver.scheduler.slots is not None and driver.scheduler.slots.num_free == 3
+    rows = [row for step in driver.run() for row in step.rows if row.request_id == 1]
+    # From position 0, where the runner clears the slot.
+    assert rows[0].start == 0 and rows[0].state_slot is not None
+
+
+def test_a_scheduler_that_forgets_a_slot_is_found() -> None:
+    class Leaky(Scheduler):
+        def _release(self, request: Request) -> None:
+            request.state_slot = None
+            super()._release(request)
+
+    slots = SlotLedger(4)
+    driver = Driver(Leaky(make_scheduler().config, PageLedger(65), slots))
+    request = driver.add(20, 2)
+    driver.step()
+    driver.finish(request)
+    with pytest.raises(PoolCorruptError, match="slot 0 is held in the books and has 0 holders; it was lost without a release"):
+        slots.check(held=())
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals, steps and aborts over a pool that is always too small."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.driver = Driver(make_scheduler(num_pages=18))
+        self.driver = Driver(make_scheduler(num_pages=18, num_slots=4))
         self.scheduler = self.driver.scheduler
 
     @rule(num_prompt=st.integers(1, 63), max_tokens=st.integers(1, 70))
@@ -203,6 +245,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert row.request_id not in step.preempted
             assert row.start == before[row.request_id] and row.token_ids == list(range(row.start, end))
             assert len(row.pages) == -(-end // 4) and 0 not in row.pages
+            assert row.state_slot is not None and request.state_slot in (row.state_slot, None)
             assert row.sample is not None or end % 8 == 0
             assert row.sample is None or row.sample.index == end - len(request.prompt_token_ids)
 
@@ -211,7 +254,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         request = self.driver.live[data.draw(st.sampled_from(sorted(self.driver.live)))]
         self.driver.finish(request)
-        assert not request.pages
+        assert not request.pages and request.state_slot is None
 
     @rule()
     def drain(self) -> None:
@@ -222,7 +265,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def books_agree(self) -> None:
         self.scheduler.ledger.check(held_pages(self.scheduler))
-        assert not any(request.pages or request.num_computed for request in self.scheduler.waiting)
+        assert self.scheduler.slots is not None
+        self.scheduler.slots.check(held=[request.state_slot for request in self.scheduler.running])  # type: ignore[misc]
+        assert not any(request.pages or request.num_computed or request.state_slot is not None for request in self.scheduler.waiting)
 
     @invariant()
     def queues_are_in_order_of_arrival(self) -> None:

@@ -181,6 +181,7 @@ def test_a_damaged_gguf_header_is_an_error_of_ours_or_harmless(seed: int, tiny_g
     ("metadata", "message"),
     [
         ({"general.architecture": "gemma"}, r"model type 'gemma', which is not supported; supported: llama, mistral"),
+        ({"general.architecture": "qwen3_5"}, r"model type 'qwen3_5', which is not supported; supported: llama, mistral, qwen3$"),
         ({"llama.expert_count": 8}, r"8 experts per layer"),
         ({"llama.rope.scaling.type": "yarn"}, r"rope scaling 'yarn'"),
         ({"llama.rope.dimension_count": 6}, r"rotates 6 of 12 head dimensions"),
