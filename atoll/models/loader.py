@@ -66,12 +66,17 @@ def resolve_model(path_or_name: str) -> Path:
     A name wins over a path of the same spelling; write `./smollm2` for the folder. Nothing is fetched.
     Raises ModelError when nothing is there, or what is there is neither.
     """
+    if not isinstance(path_or_name, str):
+        raise ModelError(f"model {path_or_name!r} is a {type(path_or_name).__name__}; give a path or one of the names {', '.join(NAMED_MODELS)} as text")
     if path_or_name in NAMED_MODELS:
         return _packaged_file(path_or_name)
     path = Path(path_or_name).expanduser()
     remedy = f"give a folder with config.json and safetensors, a .gguf file, or one of the names {', '.join(NAMED_MODELS)}"
-    if not path.exists():
-        raise ModelError(f"model {path_or_name!r} does not exist here; {remedy}")
+    try:
+        path.stat()
+    except (OSError, ValueError) as error:
+        # Longer than a name may be, a NUL in it, a folder that may not be read: all as good as absent.
+        raise ModelError(f"model {path_or_name[:100]!r} does not exist here; {remedy}") from error
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError(f"model folder {path_or_name!r} has no config.json; {remedy}")
     if path.is_file() and path.suffix.lower() != ".gguf":

