@@ -13,7 +13,7 @@ from atoll.bench.peers import decode_problem
 from atoll.bench.rows import DecodeRow
 from atoll.bench.shapes import DecodeShape, ShapeSet, select_shapes
 from atoll.bench.timing import ROUNDS, Call, Timing, estimate_us, l2_bytes, measure_read_gbps, repeat_calls, time_interleaved
-from atoll.bench.workload import BenchPool, Workload
+from atoll.bench.workload import BenchPool, PageOrder, Workload
 from atoll.errors import BackendError, ConfigError
 from atoll.ops.attention import DecodeConfig, choose_backend, decode_attention, plan_decode
 from atoll.ops.attention.costs import decode_costs
@@ -36,6 +36,7 @@ class DecodeBenchOptions:
     backend: str = "auto"
     adapters: Mapping[str, Adapter] = field(default_factory=dict)  # module:function -> the function
     l2: tuple[L2State, ...] = ("warm",)
+    page_order: PageOrder = "shuffled"
     unmasked: bool = True
     noise: bool = True  # time the masked variant a second time
     rounds: int = ROUNDS
@@ -76,7 +77,8 @@ def run_decode(options: DecodeBenchOptions, on_case: Callable[[list[DecodeRow]],
     # Cases of one page layout together: each new layout refills the pool.
     chosen.sort(key=lambda shape: (shape.heads.name, shape.kv_format, shape.page_size))
     _compile(chosen, options)
-    pool = BenchPool(chosen, options.device, l2_bytes=l2_bytes(options.device) if "cold" in options.l2 else 0, seed=options.seed)
+    cold_bytes = l2_bytes(options.device) if "cold" in options.l2 else 0
+    pool = BenchPool(chosen, options.device, l2_bytes=cold_bytes, seed=options.seed, page_order=options.page_order)
     try:
         for shape in chosen:
             if options.budget_s is not None and time.monotonic() - begin > options.budget_s:
@@ -184,7 +186,9 @@ class _CaseRun:
 
     def _row(self, work: Workload, backend: str, flag: bool | None, l2: L2State | None) -> DecodeRow:
         costs = decode_costs(self.shape.spec(), work.lengths)
-        return DecodeRow(self.shape.name, self.shape.batch, self.shape.ctx, backend, flag, 0, l2, costs.bytes, costs.flops)
+        row = DecodeRow(self.shape.name, self.shape.batch, self.shape.ctx, backend, flag, 0, l2, costs.bytes, costs.flops)
+        row.page_order = self.options.page_order
+        return row
 
     def _gate(self, row: DecodeRow, work: Workload, out: torch.Tensor, *, ours: bool = True) -> None:
         """Others may trade accuracy for speed (fp8 Q and P: 3 %): their error is told, not judged, unless it is no answer at all."""

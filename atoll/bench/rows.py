@@ -42,6 +42,7 @@ class DecodeRow:
     rel_error: float | None = None  # against the fp32 reference
     roof_gbps: float | None = None  # 10^9 bytes/s
     config: str | None = None  # the plan's tuning
+    page_order: str = "shuffled"  # how the page table names pages; in_order: neighbours, as in a fresh pool
     note: str | None = None  # why a time is missing
 
     @property

@@ -1,9 +1,10 @@
-"""The tensors of one measured decode call: a shared pool of random rows, scattered pages, jittered lengths. Knows no clock."""
+"""The tensors of one measured decode call: a shared pool of random rows, scattered pages or neighbours, jittered lengths. Knows no clock."""
 
 import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -13,6 +14,9 @@ from atoll.kv.layout import PageLayout
 from atoll.ops.attention import DecodePlan, PagedKV, decode_attention
 from atoll.ops.attention.costs import kv_row_bytes
 from atoll.ops.quant.formats import storage_dtype
+
+# How a page table names pages: as a pool in long use does, or as a fresh one does.
+PageOrder = Literal["shuffled", "in_order"]
 
 # Between two reads of the same row, a cold run reads this many times the L2's size of other rows: with random replacement about 2 % would survive.
 COLD_L2_MULTIPLE = 4
@@ -41,8 +45,8 @@ class Workload:
 class BenchPool:
     """One allocation that every shape's cache is a view of, refilled when the shape's page layout is another one."""
 
-    def __init__(self, shapes: Sequence[DecodeShape], device: torch.device, *, l2_bytes: int = 0, seed: int = 0) -> None:
-        self.device, self.l2_bytes, self.seed = device, l2_bytes, seed
+    def __init__(self, shapes: Sequence[DecodeShape], device: torch.device, *, l2_bytes: int = 0, seed: int = 0, page_order: PageOrder = "shuffled") -> None:
+        self.device, self.l2_bytes, self.seed, self.page_order = device, l2_bytes, seed, page_order
         num_bytes = max(self._pages_needed(shape) * page_layout(shape).page_bytes for shape in shapes)
         self.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._rand = torch.Generator(device).manual_seed(seed)
@@ -54,9 +58,11 @@ class BenchPool:
         copies = self._cold_copies(shape) if cold else 1
         lengths = shape.lengths(self.seed)
         lanes = torch.arange(shape.lanes, device=self.device)
-        pages = torch.randperm(kv.num_pages - 1, generator=self._rand, device=self.device)[: copies * shape.batch * shape.lanes] + 1
+        pages = torch.arange(1, kv.num_pages, device=self.device)
+        if self.page_order == "shuffled":
+            pages = pages[torch.randperm(kv.num_pages - 1, generator=self._rand, device=self.device)]
         used = lanes[None, :] * shape.page_size < torch.tensor(lengths, device=self.device)[:, None]  # [B, MP]
-        tables = pages.to(torch.int32).view(copies, shape.batch, shape.lanes) * used
+        tables = pages[: copies * shape.batch * shape.lanes].to(torch.int32).view(copies, shape.batch, shape.lanes) * used
         spec = shape.spec()
         q = torch.randn(shape.batch, spec.query_len, spec.num_q_heads, spec.head_dim, generator=self._rand, device=self.device).to(spec.q_dtype)
         return Workload(shape, q, kv, lengths, tables)

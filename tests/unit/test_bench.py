@@ -16,6 +16,7 @@ from atoll.bench.peers import decode_problem
 from atoll.bench.report import case_lines, compare, summary_lines, variant_key
 from atoll.bench.rows import DecodeRow, Environment, check_writable, environment, write_rows
 from atoll.bench.shapes import DecodeShape, ModelHeads
+from atoll.bench.sketch import sketch
 from atoll.bench.workload import COLD_L2_MULTIPLE, BenchPool, poison_rows, restore_rows, unowned_rows
 from atoll.errors import BackendError, ConfigError
 from atoll.ops.attention import DecodeConfig, decode_attention, plan_decode
@@ -45,6 +46,14 @@ def test_pages_are_scattered_and_named_once(kv_format: KVFormat) -> None:
     assert used.unique().numel() == used.numel()
     assert (used[1:] != used[:-1] + 1).any()
     assert all((work.tables[0, i, -(-n // 16) :] == 0).all() for i, n in enumerate(work.lengths))
+
+
+def test_pages_in_order_are_neighbours_and_named_once() -> None:
+    shape = tiny()
+    work = BenchPool([shape], CPU, page_order="in_order").workload(shape)
+    used = [work.tables[0, i, : -(-n // 16)] for i, n in enumerate(work.lengths)]
+    assert all((pages[1:] == pages[:-1] + 1).all() for pages in used)
+    assert torch.cat(used).unique().numel() == sum(pages.numel() for pages in used)
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
@@ -159,6 +168,24 @@ def test_run_on_a_cpu_gives_a_row_per_variant() -> None:
     assert report.gate_failures == []
     # Not measured on a CPU, so null.
     assert {(r.l2, r.roof_gbps) for r in report.rows} == {(None, None)}
+
+
+def test_the_sketch_says_what_it_leaves_out() -> None:
+    shape = tiny()
+    problem = decode_problem(BenchPool([shape], CPU).workload(shape))
+    with pytest.raises(BackendError, match="device cpu is not a GPU"):
+        sketch(problem)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8_tensor"])
+@pytest.mark.parametrize(("batch", "ctx"), [(1, 300), (40, 4096)])
+def test_the_sketch_is_right(kv_format: KVFormat, batch: int, ctx: int) -> None:
+    device = torch.device("cuda")
+    shape = DecodeShape(ModelHeads("35b-tp1", 2, 8, 256), kv_format, 16, 1, batch, ctx)
+    work = BenchPool([shape], device).workload(shape)
+    out, _ = sketch(decode_problem(work))()
+    assert relative_error(work, out.view_as(work.q)) < 0.01
 
 
 def test_adapter_that_refuses_or_is_wrong_has_a_note_and_no_time() -> None:
