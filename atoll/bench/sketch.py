@@ -20,6 +20,7 @@ from atoll.probe.cases import DecodeProblem
 LOG2_E = 1.4426950408889634
 ROWS = 16
 SLOTS = 264  # programs that two rounds of an H200's 132 multiprocessors take
+MAX_SPLITS = 64  # that one merge program takes at once
 
 
 def sketch(problem: DecodeProblem) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
@@ -30,7 +31,7 @@ def sketch(problem: DecodeProblem) -> Callable[[], tuple[torch.Tensor, torch.Ten
     batch, heads, group, dim = problem.q.shape[0], spec.num_kv_heads, spec.group_size, spec.head_dim
     longest = int(problem.seq_lens.max())
     tile, stages = (64, 3) if batch * heads * longest > 128 * SLOTS else (32, 4)
-    splits = max(1, min(SLOTS // (batch * heads), -(-longest // tile)))
+    splits = max(1, min(SLOTS // (batch * heads), -(-longest // tile), MAX_SPLITS))
     seq_lens = problem.seq_lens.to(problem.device)
     partial = torch.empty(batch * heads, splits, group, dim, device=problem.device)
     partial_lse = torch.empty(batch * heads, splits, group, device=problem.device)
