@@ -239,7 +239,8 @@ def summary_rows(reports: Iterable[CaseReport]) -> list[dict[str, object]]:
             rows.append({"case": report.case, "status": "out of range", "detail": report.out_of_range})
         rows += [{"case": report.case, "status": "leak", "fill": k.fill, "place": k.place, "rows": k.rows, "total": k.total} for k in report.leaks]
         if not report.accurate and report.error is not None:
-            rows.append({"case": report.case, "status": "wrong", "detail": f"error {report.error.max_error:.3g} is {report.error.ratio:.2f} x the bound"})
+            detail = f"error {report.error.max_error:.3g} is {report.error.ratio:.2f} x the bound"
+            rows.append({"case": report.case, "status": "wrong", "place": report.error.output, "detail": detail})
         rows += [
             {
                 "case": report.case,

@@ -3,6 +3,7 @@
 Written apart from the backends, the reference included: rows come from the problem's own books, not from its page table.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,8 @@ class ErrorReport:
     """How far an output is from the definition, over sequences: the worst ratio of error to bound, and the largest error itself."""
 
     ratio: float  # 1 or less: within the bound; NaN where the output holds one
-    max_error: float  # absolute
+    output: str  # that the worst ratio is of: out or lse
+    max_error: float  # absolute, of that output
     relative: float  # root mean square of the error over that of the answer
 
     @property
@@ -39,18 +41,19 @@ def compare(problem: DecodeProblem, out: torch.Tensor, lse: torch.Tensor | None)
     exact, exact_lse = exact_attention(problem)
     low, low_lse = low_precision_attention(problem)
     rounding = torch.finfo(problem.spec.q_dtype).eps
-    pairs = [(out, exact, low)]
+    outputs = {"out": (out, exact, low)}
     if lse is not None:
-        pairs.append((lse, exact_lse, low_lse))
-    ratio = torch.zeros((), dtype=torch.float64, device=problem.device)
-    for got, want, lowprec in pairs:
+        outputs["lse"] = (lse, exact_lse, low_lse)
+    found: list[tuple[float, str, float]] = []
+    for name, (got, want, lowprec) in outputs.items():
         error = _worst(got, want)
         bound = 2 * _worst(lowprec, want) + 2 * rounding * torch.where(want.isfinite(), want.abs(), 0.0).flatten(1).amax(1) + 1e-6
-        # A plain maximum keeps NaN, so that a NaN output is never within the bound.
-        ratio = torch.maximum(ratio, (error / bound).amax())
+        # amax keeps NaN, so that a NaN output is never within the bound.
+        found.append((float((error / bound).amax()), name, float(error.amax())))
     difference = out.double() - exact
     scale = exact.square().mean().sqrt().clamp_min(1e-12)
-    return ErrorReport(float(ratio), float(difference.abs().max()), float(difference.square().mean().sqrt() / scale))
+    ratio, output, max_error = max(found, key=lambda entry: math.inf if math.isnan(entry[0]) else entry[0])
+    return ErrorReport(ratio, output, max_error, float(difference.square().mean().sqrt() / scale))
 
 
 def _worst(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:

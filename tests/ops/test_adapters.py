@@ -117,3 +117,19 @@ def test_the_table_for_others_names_page_0_where_no_row_is_owned() -> None:
     # Row 40 is the first in the window: pages 0 and 1 of the sequence are left of it.
     assert table[1].tolist() == [0, 0, *problem.pages[1][2:], 0, 0]
     assert torch.equal(problem.page_table[1, 2:4], table[1, 2:4])
+
+
+def test_a_finite_lse_of_an_empty_sequence_is_wrong_and_named() -> None:
+    def finite_lse(problem: DecodeProblem):  # type: ignore[no-untyped-def]
+        run = BackendAdapter("reference")(problem)
+
+        def call() -> Result:
+            out, lse = run()
+            assert lse is not None
+            return out, lse.clamp_min(-50000.0)
+
+        return call
+
+    report = probe_case(finite_lse, Case(SPEC, (17, 0)), fills=("nan",))
+    wrong = next(row for row in summary_rows([report]) if row["status"] == "wrong")
+    assert wrong["place"] == "lse"
