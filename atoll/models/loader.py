@@ -11,6 +11,7 @@ import torch
 
 from atoll.errors import ModelError
 from atoll.models.base import HybridModel, Model, WeightSource
+from atoll.models.block_fp8 import BlockFP8Weights
 from atoll.models.decoder import DecoderBase
 from atoll.models.gguf_file import GGUFFile
 from atoll.models.gguf_tokenizer import tokenizer_from_gguf
@@ -145,7 +146,13 @@ def _open_folder(folder: Path) -> tuple[ModelConfig, WeightSource, Tokenizer]:
     _check_supported(canonical_model_type(raw.get("model_type")), folder)
     generation = folder / "generation_config.json"
     config = config_from_hf(raw, read_json(generation) if generation.exists() else None)
-    return config, SafetensorsWeights(folder), tokenizer_from_folder(folder, config.eos_token_ids)
+    return config, open_weights(folder, config), tokenizer_from_folder(folder, config.eos_token_ids)
+
+
+def open_weights(folder: Path, config: ModelConfig) -> WeightSource:
+    """A folder's tensors in real numbers, whatever its config says they are stored in. Raises ModelError for files that are missing or damaged."""
+    stored = SafetensorsWeights(folder)
+    return stored if config.fp8_block is None else BlockFP8Weights(stored, config.fp8_block)
 
 
 def _open_gguf(path: Path) -> tuple[ModelConfig, WeightSource, Tokenizer]:

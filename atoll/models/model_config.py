@@ -116,6 +116,7 @@ class ModelConfig:
     linear_layers: tuple[int, ...] = ()  # those that are linear attention; the others attend
     delta: DeltaShape | None = None  # given where there are linear layers
     moe: MoEShape | None = None  # None: every MLP is dense
+    fp8_block: tuple[int, int] | None = None  # rows and columns that share a scale in the checkpoint's fp8 weights; None: no weight is fp8
 
     def __post_init__(self) -> None:
         if self.num_q_heads % self.num_kv_heads:
@@ -167,6 +168,7 @@ def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | No
         linear_layers=linear_layers,
         delta=_hf_delta(given) if linear_layers else None,
         moe=moe,
+        fp8_block=_hf_fp8_block(given.get("quantization_config")),
     )
 
 
@@ -235,8 +237,6 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _refuse_hf(given: Mapping[str, Any]) -> None:
     """Raise for what would load and compute something else than the model."""
-    if given.get("quantization_config"):
-        raise ModelError(f"the checkpoint is quantized ({given['quantization_config']}); use an unquantized safetensors folder, or a GGUF file")
     if given.get("hidden_act", "silu") != "silu":
         raise ModelError(f"the model's config gives hidden_act {given['hidden_act']!r}; only 'silu' is supported")
     if not given.get("attn_output_gate", True):
@@ -244,6 +244,23 @@ def _refuse_hf(given: Mapping[str, Any]) -> None:
     for key in ("attention_bias", "mlp_bias"):
         if given.get(key):
             raise ModelError(f"the model's config gives {key} = true; only projections without bias are supported")
+
+
+def _hf_fp8_block(quantization: Any) -> tuple[int, int] | None:
+    """Block-wise fp8 is the one quantization that is read. How activations are quantized does not matter: they are not."""
+    if not quantization:
+        return None
+    remedy = "use an unquantized safetensors folder, one in block-wise fp8 (as Qwen's FP8 checkpoints are), or a GGUF file"
+    if not isinstance(quantization, Mapping):
+        raise ModelError(f"the model's config gives quantization_config = {quantization!r}; it must be an object, so the file is damaged")
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if method != "fp8":
+        raise ModelError(f"the checkpoint is quantized by method {method!r}; only 'fp8' with a weight_block_size is supported, {remedy}")
+    if quantization.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise ModelError(f"the checkpoint holds fp8 of format {quantization['fmt']!r}; only 'e4m3' is supported, {remedy}")
+    if not (isinstance(block, (list, tuple)) and len(block) == 2 and all(isinstance(size, int) and size >= 1 for size in block)):
+        raise ModelError(f"the checkpoint holds fp8 with weight_block_size {block!r}; it must be two whole numbers of at least 1, {remedy}")
+    return block[0], block[1]
 
 
 def _hf_window(given: Mapping[str, Any]) -> int | None:

@@ -39,6 +39,10 @@ class SafetensorsWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files[name].get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """What the file holds the tensor in, as safetensors spells it: F8_E4M3, BF16, F32."""
+        return str(self._files[name].get_slice(name).get_dtype())
+
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         try:
             return self._files[name].get_tensor(name).to(dtype)

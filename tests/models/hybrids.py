@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from atoll.models.hybrid_decoder import HybridDecoder
-from atoll.models.loader import build_model
+from atoll.models.loader import build_model, open_weights
 from atoll.models.model_config import config_from_hf
 from atoll.models.qwen3_5 import Qwen3_5Model
 from atoll.models.qwen3_5_moe import Qwen3_5MoeModel
 from atoll.models.qwen3_next import Qwen3NextModel
-from atoll.models.safetensors_weights import SafetensorsWeights, read_json
+from atoll.models.safetensors_weights import read_json
 from tests.models.dense import DenseAttention
 from tests.models.plain_delta import PlainDelta
 
@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def open_hybrid(folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> HybridDecoder:
     config = config_from_hf(read_json(folder / "config.json"))
-    return build_model(MODELS[config.model_type], config, SafetensorsWeights(folder), torch.device(device), dtype)
+    return build_model(MODELS[config.model_type], config, open_weights(folder, config), torch.device(device), dtype)
 
 
 def run(model: HybridDecoder, tokens: torch.Tensor, *cuts: int) -> torch.Tensor:

@@ -80,7 +80,7 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, r"hidden_act 'gelu'; only 'silu'"),
         ({"use_sliding_window": True, "sliding_window": 8}, r"use_sliding_window = True; windows on a part of the layers are not supported"),
         ({"attention_bias": True}, r"attention_bias = true; only projections without bias"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"quantized \(.*fp8.*\); use an unquantized"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantized by method 'awq'; only 'fp8' with a weight_block_size is supported, use an unquantized"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, r"rope scaling 'yarn' is not supported; supported: default, linear, llama3"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, r"has no 'low_freq_factor'"),
         ({"rms_norm_eps": "small"}, r"rms_norm_eps = 'small'"),
