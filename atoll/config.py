@@ -22,7 +22,8 @@ class EngineConfig:
     page_size: int = 16  # tokens
     kv_format: str = "auto"  # auto: bf16
     num_pages: int | None = None  # pages, the null page included; None: from kv_memory_bytes
-    # Bytes of pages alone, without a hybrid model's state slots; None: as many as max_num_seqs full sequences need, within a share of the device's memory.
+    # Bytes of pages alone; a hybrid model's state slots come on top. None: as many as max_num_seqs full sequences need, within a share of the device's memory
+    # from which the slots have been taken.
     kv_memory_bytes: int | None = None
     max_model_len: int | None = None  # tokens of one sequence, prompt and output; None: the model's limit, or the pool's where that is lower
     max_num_seqs: int = 64  # sequences in one step

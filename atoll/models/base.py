@@ -32,6 +32,11 @@ class Model(Protocol):
         """Hidden states `[T, H]` of tokens `[T]` at positions `[T]`, both int64."""
         ...
 
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether a forward pass reads something back to the host, so that no CUDA graph can hold it."""
+        ...
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, V]` fp32 of hidden states `[N, H]`."""
         ...
@@ -46,6 +51,11 @@ class HybridModel(Protocol):
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, delta: Delta) -> torch.Tensor:
         """Hidden states `[T, H]` of tokens `[T]` at positions `[T]`, both int64."""
+        ...
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether a forward pass reads something back to the host, so that no CUDA graph can hold it."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -73,5 +83,5 @@ class WeightSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor on the CPU, in `dtype`. Raises ModelError when its bytes are damaged."""
+        """The tensor in `dtype`, on the CPU or already where the model will be. Raises ModelError when its bytes are damaged."""
         ...

@@ -55,6 +55,10 @@ class DecoderBase:
         self.lm_head = Linear(self.embedding if config.tie_embeddings else outer("lm_head.weight"))  # [V, H]
         self.inv_freq = inverse_frequencies(config).to(device)  # [rotary dim / 2] fp32
 
+    @property
+    def waits_for_device(self) -> bool:
+        return False
+
     @classmethod
     def tensor_shapes(cls, config: ModelConfig, held: Collection[str] = ()) -> Shapes:
         """Every tensor that a checkpoint of this config holds. `held` are the names in the one at hand: they tell which spelling it uses."""

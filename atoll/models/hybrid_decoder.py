@@ -10,7 +10,7 @@ from atoll.models.base import Attend, Delta
 from atoll.models.decoder import MLP, DecoderBase, Mixer
 from atoll.models.delta_layer import DeltaLayer, delta_shapes
 from atoll.models.model_config import DeltaShape, ModelConfig
-from atoll.models.moe import SparseMoE, moe_shapes
+from atoll.models.moe import SparseMoE, grouped_product_waits, moe_shapes
 from atoll.models.weight_reader import Shapes, WeightReader, prefixed
 
 
@@ -31,6 +31,10 @@ class HybridDecoder(DecoderBase):
     ) -> torch.Tensor:
         """Hidden states `[T, H]` before the final norm. Each layer calls `attend`, with rotated q and k, or `delta`; each of the two counts its own layers."""
         return self._run(token_ids, positions, attend, delta)
+
+    @property
+    def waits_for_device(self) -> bool:
+        return self.config.moe is not None and grouped_product_waits(self.device, self.dtype)
 
     @classmethod
     def _mixer_shapes(cls, config: ModelConfig, index: int) -> Shapes:

@@ -100,6 +100,12 @@ def load_model(path_or_name: str, *, device: torch.device | str = "cpu", dtype: 
     return LoadedModel(model, config, tokenizer)
 
 
+def load_config(path_or_name: str) -> ModelConfig:
+    """A model's config alone, without its weights. Raises ModelError as `load_model` does."""
+    path = resolve_model(path_or_name)
+    return _folder_config(path) if path.is_dir() else _open_gguf(path)[0]
+
+
 def build_model(model_class: type[ModelT], config: ModelConfig, weights: WeightSource, device: torch.device, dtype: torch.dtype) -> ModelT:
     """The model of one checkpoint. Raises ModelError, naming the tensor, where the two do not fit."""
     check_weights(weights, model_class.tensor_shapes(config, weights.names()), config)
@@ -142,11 +148,15 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
 
 
 def _open_folder(folder: Path) -> tuple[ModelConfig, WeightSource, Tokenizer]:
+    config = _folder_config(folder)
+    return config, open_weights(folder, config), tokenizer_from_folder(folder, config.eos_token_ids)
+
+
+def _folder_config(folder: Path) -> ModelConfig:
     raw = read_json(folder / "config.json")
     _check_supported(canonical_model_type(raw.get("model_type")), folder)
     generation = folder / "generation_config.json"
-    config = config_from_hf(raw, read_json(generation) if generation.exists() else None)
-    return config, open_weights(folder, config), tokenizer_from_folder(folder, config.eos_token_ids)
+    return config_from_hf(raw, read_json(generation) if generation.exists() else None)
 
 
 def open_weights(folder: Path, config: ModelConfig) -> WeightSource:

@@ -16,8 +16,7 @@ _FUSED_GATE_UP, _FUSED_DOWN = "experts.gate_up_proj", "experts.down_proj"
 class SparseMoE:
     """Every token goes to its `experts_per_token` best experts and, scaled by a gate of its own, to the shared one.
 
-    Nothing waits for the device to say how many tokens an expert has, so a CUDA graph can capture it where torch's grouped product is one kernel
-    (bf16 on Hopper; in fp32 torch falls back to a loop that asks).
+    Nothing here waits for the device to say how many tokens an expert has; torch's grouped product may, and `grouped_product_waits` says where.
     """
 
     def __init__(self, shape: MoEShape, read: WeightReader) -> None:
@@ -49,6 +48,17 @@ class SparseMoE:
         if self.shape.normalize_weights:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights, experts
+
+
+def grouped_product_waits(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's grouped product reads the experts' row counts back to the host.
+
+    In bf16 on compute capability 9 and 10 it is one kernel that reads them on the device; elsewhere torch loops over the experts on the host, as of 2.10.
+    That kernel wants rows whose bytes are a multiple of 16; the sizes of a model in bf16 are.
+    """
+    if device.type != "cuda":
+        return False
+    return dtype != torch.bfloat16 or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] not in (9, 10)
 
 
 def moe_shapes(hidden_size: int, shape: MoEShape, held: Collection[str]) -> Shapes:

@@ -1,6 +1,7 @@
 """The engine on a GPU: CUDA graphs replay what runs eagerly, bit for bit, and nothing depends on what lies in the pool."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,3 +143,11 @@ def test_control_a_graph_that_reads_stale_tokens_shows(loaded: TinyLoaded, monke
 
     monkeypatch.setattr(Runner, "_build", stale)
     assert results(make_llm(loaded)) != expected
+
+
+def test_a_mixture_in_fp16_runs_without_graphs(tmp_path: Path) -> None:
+    # Torch's grouped product then asks the device for the experts' rows, which a graph cannot hold.
+    make_folder(tmp_path, **CASES["qwen3_5_moe"] | {"eos_token_id": None})
+    llm = make_llm(load_model(str(tmp_path), device="cuda", dtype=torch.float16), kv_format="fp16")
+    assert all(len(tokens) == 24 for tokens, _ in results(llm, count=3))
+    assert llm.engine.runner.attention_backend != "reference" and llm.engine.runner.captured_sizes == []

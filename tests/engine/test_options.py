@@ -7,10 +7,12 @@ import torch
 
 from atoll import ConfigError, RequestError, SamplingParams
 from atoll.config import DTYPES, KV_FILLS, KV_FORMAT_OPTIONS, MAX_PAGE_SIZE, EngineConfig, make_engine_config
+from atoll.engine import build
 from atoll.engine.build import CPU_POOL_BYTES, choose_device, choose_dtype, choose_max_model_len, choose_num_pages
 from atoll.errors import BackendError
-from atoll.kv import FILLS, PageLayout
+from atoll.kv import FILLS, PageLayout, SlotLayout
 from atoll.ops.attention import spec
+from atoll.ops.delta import DeltaSpec
 from atoll.ops.quant.formats import KV_FORMATS
 from tests.engine.tiny import make_llm
 
@@ -117,6 +119,26 @@ def test_the_pool_is_no_larger_than_full_sequences_need() -> None:
     assert choose_num_pages(EngineConfig(max_num_seqs=4, max_model_len=100), LAYOUT, 2048, CPU) == 1 + 4 * 7
     wide = PageLayout(num_layers=80, num_kv_heads=8, head_dim=128, page_size=16)
     assert choose_num_pages(config, wide, 10**9, CPU) <= CPU_POOL_BYTES // wide.page_bytes
+
+
+def test_state_slots_take_their_memory_from_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = SlotLayout(3, DeltaSpec(2, 4, 16, 16))
+    config = EngineConfig(max_num_seqs=8)
+    budget = 8 * slots.slot_bytes + 50 * LAYOUT.page_bytes
+    monkeypatch.setattr(build, "_memory_budget_bytes", lambda device: budget)
+    assert choose_num_pages(config, LAYOUT, 10**6, CPU, slots) == 50
+    assert choose_num_pages(config, LAYOUT, 10**6, CPU) == budget // LAYOUT.page_bytes
+    # Sizes that were asked for are pages alone.
+    assert choose_num_pages(EngineConfig(kv_memory_bytes=10 * LAYOUT.page_bytes), LAYOUT, 2048, CPU, slots) == 10
+    many = EngineConfig(max_num_seqs=9 + 50 * LAYOUT.page_bytes // slots.slot_bytes)
+    with pytest.raises(ConfigError, match=rf"max_num_seqs {many.max_num_seqs} state slots of {slots.slot_bytes} bytes take \d+ of the {budget} bytes .* lower"):
+        choose_num_pages(many, LAYOUT, 10**6, CPU, slots)
+
+
+def test_sizes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="atoll.engine.build"):
+        make_llm(num_pages=5, max_model_len=64)
+    assert caplog.messages == ["pool: 5 pages of 8192 bytes, 0.00 GB on cpu"]
 
 
 def test_the_longest_sequence_fits_the_model_and_the_pool() -> None:

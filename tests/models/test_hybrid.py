@@ -10,6 +10,7 @@ import torch
 from atoll.models import attention_layer, delta_layer
 from atoll.models.hybrid_decoder import HybridDecoder
 from atoll.models.mlp import silu_and_multiply
+from atoll.models.moe import grouped_product_waits
 from tests.models.dense import DenseAttention
 from tests.models.hybrids import CASES, open_hybrid, run
 from tests.models.plain_delta import PlainDelta
@@ -173,3 +174,19 @@ def test_nothing_waits_for_the_device(case: str, tmp_path: Path) -> None:
 def test_silu_is_on_the_gates() -> None:
     assert silu_and_multiply(torch.tensor([[0.0, 2.0]])).item() == 0.0
     assert silu_and_multiply(torch.tensor([[2.0, 0.5]])).item() == pytest.approx(1 / (1 + 2.718281828**-2.0))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "waits"),
+    [
+        (torch.bfloat16, (9, 0), False),
+        (torch.bfloat16, (10, 0), False),
+        (torch.bfloat16, (8, 0), True),
+        (torch.float16, (9, 0), True),
+        (torch.float32, (9, 0), True),
+    ],
+)
+def test_a_mixture_says_where_its_grouped_product_waits(dtype: torch.dtype, capability: tuple[int, int], waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert grouped_product_waits(torch.device("cuda"), dtype) == waits
+    assert not grouped_product_waits(torch.device("cpu"), dtype)

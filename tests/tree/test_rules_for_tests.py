@@ -9,7 +9,7 @@ from tests.tree.files import Module, read_modules
 from tests.tree.rules import FUNCTION
 
 # A test may wait for what it cannot bring: file, and why.
-SKIPS_EXCUSED: dict[str, str] = {}
+SKIPS_EXCUSED: dict[str, str] = {"tests/ops/test_delta_fla.py": "flash-linear-attention is an extra, which a GPU machine may lack"}
 
 ASSERTING_PREFIXES = ("assert", "check", "raises", "fail", "run_state_machine")
 

@@ -62,7 +62,7 @@ def test_help_lists_every_command() -> None:
     assert result.exit_code == 0
     for command in ("generate", "probe", "bench", "info"):
         assert command in result.stdout
-    for group, commands in {"probe": ("kernels", "engine"), "bench": ("decode", "engine")}.items():
+    for group, commands in {"probe": ("kernels", "engine"), "bench": ("decode", "engine", "model")}.items():
         text = invoke(group, "--help").stdout
         assert all(command in text for command in commands)
 
@@ -240,6 +240,25 @@ def test_info_tells_versions_and_why_a_backend_is_refused() -> None:
     text = invoke("info", "--device", "cpu").stdout
     assert "decode attention on cpu" in text
     assert "reference" in text
+
+
+def test_info_says_what_computes_the_delta_rule_and_why() -> None:
+    found = json.loads(invoke("info", "--device", "cpu", "--json").stdout)
+    assert found["delta_prefill"] == {"fla": "its kernels need a GPU, the tensors are on cpu", "torch": None}
+    assert "delta rule prefill: torch; fla: its kernels need a GPU" in invoke("info", "--device", "cpu").stdout
+
+
+def test_info_tells_what_a_model_takes_in_memory(tmp_path: Path) -> None:
+    hybrid = {"model_type": "qwen3_5", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(hybrid | {"num_key_value_heads": 2, "head_dim": 64}))
+    sizes = json.loads(invoke("info", "--device", "cpu", "--model", str(tmp_path), "--json").stdout)["model_sizes"]
+    # One layer of K and V rows of two heads; three layers of 32 states of 128 x 128 in fp32, and of conv inputs.
+    assert sizes["bytes_per_token"]["bf16"] == 2 * 2 * 64 * 2
+    assert sizes["slot_bytes"] > 3 * 32 * 128 * 128 * 4 and sizes["slots_bytes"] == 64 * sizes["slot_bytes"]
+    text = invoke("info", "--device", "cpu", "--model", str(tmp_path)).stdout
+    assert "bytes of keys and values per token: fp32 1024, bf16 512" in text and f"a state slot, one for each sequence that runs: {sizes['slot_bytes']}" in text
+    dense = json.loads(invoke("info", "--device", "cpu", "--model", "smollm2", "--json").stdout)["model_sizes"]
+    assert dense["slot_bytes"] is None and dense["model_type"] == "llama"
 
 
 def test_info_on_a_missing_gpu_says_so() -> None:

@@ -3,6 +3,7 @@
 import torch
 
 from atoll.errors import SpecError
+from atoll.ops.delta.fla_chunk import delta_chunked_fla, refuse_fla
 from atoll.ops.delta.reference import CHUNK, conv_heads, delta_chunked
 from atoll.ops.delta.spec import DeltaSpec, check_states, check_tensor, check_weight
 
@@ -26,10 +27,10 @@ def delta_prefill(
     the last token is written to the slot, in place; no other slot is read or written.
 
     A prefill that is cut at multiples of CHUNK tokens gives the bits of the whole one, outputs and state; cut elsewhere, the same up to rounding
-    (tests/ops/test_delta_prefill.py).
+    (tests/ops/test_delta_prefill.py). On a GPU flash-linear-attention's kernels run where `refuse_fla` has nothing against it, else PyTorch's everywhere.
 
     Edge: no tokens with `resume=True` touch nothing; with `resume=False` they write zeros, the state of an empty sequence.
-    Error: 1e-5 against `delta_recurrent` in fp32 (the same tests).
+    Error: 1e-5 against `delta_recurrent` in fp32 (the same tests); with flash-linear-attention that of products in 16 bits (tests/ops/test_delta_fla.py).
     Raises: SpecError for shapes, dtypes or devices that do not fit, and for a slot that is not there.
     """
     _check(spec, mixed_qkv, g, beta, conv_weight, conv_states, states, slot)
@@ -40,13 +41,52 @@ def delta_prefill(
     conv_state, state = conv_states[slot], states[slot]
     if not resume:
         conv_state, state = torch.zeros_like(conv_state), torch.zeros_like(state)
+    by_fla = mixed_qkv.shape[0] > 0 and refuse_fla(states.device.type, spec.dtype) is None
+    run = _run_fla if by_fla else _run_torch
+    states[slot], conv_states[slot] = run(spec, out, mixed_qkv, g, beta, conv_weight, conv_state, state)
+    return out
+
+
+def _run_torch(
+    spec: DeltaSpec,
+    out: torch.Tensor,
+    mixed_qkv: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write `out`; returns the state and the conv state after the last token."""
     # Conv and norm by chunks too: a reduction may sum in another order when there are more rows, and the bits would depend on the cut.
     for start in range(0, mixed_qkv.shape[0], CHUNK):
         at = slice(start, start + CHUNK)
         q, k, v, conv_state = conv_heads(spec, mixed_qkv[at], conv_weight, conv_state)
         out[at], state = delta_chunked(q, k, v, g[at], beta[at], state)
-    states[slot], conv_states[slot] = state, conv_state
-    return out
+    return state, conv_state
+
+
+def _run_fla(
+    spec: DeltaSpec,
+    out: torch.Tensor,
+    mixed_qkv: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_run_torch`, all chunks in one call."""
+    # The rest that fills no chunk apart: from 64 rows on torch's norm sums in one order, for fewer it may choose another, and the rest of a whole prefill must
+    # have the bits that it has alone.
+    num_whole = mixed_qkv.shape[0] // CHUNK * CHUNK
+    parts = []
+    for rows in (mixed_qkv[:num_whole], mixed_qkv[num_whole:]):
+        q, k, v, conv_state = conv_heads(spec, rows, conv_weight, conv_state)
+        parts.append((q, k, v))
+    q, k, v = (torch.cat(pair) for pair in zip(*parts, strict=True))
+    out[:], state = delta_chunked_fla(q, k, v, g, beta, state)
+    return state, conv_state
 
 
 def _check(
