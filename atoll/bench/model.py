@@ -16,7 +16,7 @@ from atoll.engine.build import make_slot_layout
 from atoll.engine.runner import Runner, RunnerConfig
 from atoll.engine.sampling import SamplingParams
 from atoll.engine.step import SampleTask, Step, StepRow
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, PoolError
 from atoll.kv.layout import PageLayout
 from atoll.kv.pool import PagePool
 from atoll.kv.slots import SlotPool
@@ -89,12 +89,15 @@ def run_model(options: ModelBenchOptions, on_row: Callable[[ModelRow], None] = l
     for context in options.contexts:
         for batch in options.batches:
             row = ModelRow(options.shape, batch, context, options.kv_format, options.page_size, str(dtype).removeprefix("torch."))
+            _give_back(options.device)
             needed, free = _case_bytes(config, options, batch, context, dtype), _free_bytes(options.device)
             if free is not None and needed > free:
                 row.note = f"needs {needed / 1e9:.1f} GB beside the weights, {free / 1e9:.1f} are free"
             else:
-                _measure(row, model, config, options)
-                _give_back(options.device)
+                try:
+                    _measure(row, model, config, options)
+                except (PoolError, torch.OutOfMemoryError) as error:
+                    row.note = f"ran out of memory: {str(error).splitlines()[0]}"
             rows.append(row)
             on_row(row)
     return rows
@@ -226,7 +229,7 @@ def _replay_us(graph: torch.cuda.CUDAGraph, replays: int) -> list[float]:
 
 
 def _give_back(device: torch.device) -> None:
-    """Return a case's memory to the device: the next case's pool is another size."""
+    """Return to the device what the last case, or the making of the model, has left: the next pool is another size."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -109,7 +109,14 @@ def test_sampling_is_the_same_alone_and_in_a_crowd(loaded: TinyLoaded) -> None:
 
 
 def test_a_decode_step_waits_for_the_device_once(loaded: TinyLoaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = make_llm(loaded)
+    check_waits_once(make_llm(loaded), monkeypatch)
+
+
+def test_a_hybrid_decode_step_waits_for_the_device_once(hybrid: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_waits_once(make_llm(hybrid), monkeypatch)
+
+
+def check_waits_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     results(llm, count=4)
     stream = llm.generate_stream(prompts(4), SamplingParams(temperature=0.8, top_k=7, max_tokens=24, ignore_eos=True))
     for _ in range(8):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +103,20 @@ def test_a_case_that_does_not_fit_is_a_row_with_a_note(monkeypatch: pytest.Monke
     monkeypatch.setattr(bench, "_free_bytes", lambda device: 1000)
     with pytest.raises(ConfigError, match=r"tiny has 0\.0 GB of weights, 0\.0 GB are free on cpu; use the shape 'tiny'"):
         run_model(ModelBenchOptions("tiny", (1,)))
+
+
+def test_a_case_that_runs_out_of_memory_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = bench._measure
+
+    def measure_small(row: ModelRow, *others: Any) -> None:
+        if row.batch > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")
+        measure(row, *others)
+
+    monkeypatch.setattr(bench, "_measure", measure_small)
+    rows = run_model(ModelBenchOptions("tiny", (2, 1), (10,), replays=1, dtype=torch.float32))
+    assert rows[0].note == "ran out of memory: CUDA out of memory. Tried" and rows[0].step_us is None
+    assert rows[1].note is None and rows[1].step_us is not None
 
 
 @pytest.mark.parametrize(
