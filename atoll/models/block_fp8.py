@@ -23,16 +23,17 @@ class BlockFP8Weights:
     """A `WeightSource` in which an e4m3 tensor `X` with the scales `X_scale_inv` is one tensor, `X`: every number times the scale of its block.
 
     Which tensors are fp8 their stored dtypes say, so the config's list of modules that were not converted is not needed. Blocks at the lower and right edge
-    may be cut. A third dimension in front counts experts.
+    may be cut. A third dimension in front counts experts. The products are made on `device`, which gets an fp8 tensor as it is stored.
 
     Raises ModelError, naming the tensor, when `shape` or `read` meets an fp8 tensor without scales, scales of another shape, or one that is not finite, and
     scales of a tensor that is not fp8.
     """
 
-    def __init__(self, stored: StoredTensors, block: tuple[int, int]) -> None:
+    def __init__(self, stored: StoredTensors, block: tuple[int, int], device: torch.device) -> None:
         self.path = stored.path
         self.stored = stored
         self.block = block  # rows, columns
+        self.device = device
         held = stored.names()
         self._scales = {name for name in held if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in held}
         self._names = dict.fromkeys(name for name in held if name not in self._scales)
@@ -53,7 +54,7 @@ class BlockFP8Weights:
         if bad:
             where = ", ".join(map(str, bad[0]))
             raise ModelError(f"{self.path}: tensor {name}{SCALE_SUFFIX} holds {scales[tuple(bad[0])]} at [{where}]; a scale is finite, fetch the folder again")
-        return dequantize_blocks(self.stored.read(name, torch.float8_e4m3fn), scales, self.block, dtype)
+        return dequantize_blocks(self.stored.read(name, torch.float8_e4m3fn).to(self.device), scales.to(self.device), self.block, dtype)
 
     def _is_scaled(self, name: str) -> bool:
         """Whether the tensor is fp8. Raises ModelError where it and its scales do not fit together."""

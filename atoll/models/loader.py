@@ -93,7 +93,7 @@ def load_model(path_or_name: str, *, device: torch.device | str = "cpu", dtype: 
     """
     path = resolve_model(path_or_name)
     device = torch.device(device)
-    config, weights, tokenizer = _open_folder(path) if path.is_dir() else _open_gguf(path)
+    config, weights, tokenizer = _open_folder(path, device) if path.is_dir() else _open_gguf(path)
     module, _, attribute = MODELS[config.model_type].partition(":")
     model_class = getattr(importlib.import_module(module), attribute)
     model = build_model(model_class, config, weights, device, dtype or default_dtype(device))
@@ -147,9 +147,9 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
 
 
-def _open_folder(folder: Path) -> tuple[ModelConfig, WeightSource, Tokenizer]:
+def _open_folder(folder: Path, device: torch.device) -> tuple[ModelConfig, WeightSource, Tokenizer]:
     config = _folder_config(folder)
-    return config, open_weights(folder, config), tokenizer_from_folder(folder, config.eos_token_ids)
+    return config, open_weights(folder, config, device), tokenizer_from_folder(folder, config.eos_token_ids)
 
 
 def _folder_config(folder: Path) -> ModelConfig:
@@ -159,10 +159,13 @@ def _folder_config(folder: Path) -> ModelConfig:
     return config_from_hf(raw, read_json(generation) if generation.exists() else None)
 
 
-def open_weights(folder: Path, config: ModelConfig) -> WeightSource:
-    """A folder's tensors in real numbers, whatever its config says they are stored in. Raises ModelError for files that are missing or damaged."""
+def open_weights(folder: Path, config: ModelConfig, device: torch.device) -> WeightSource:
+    """A folder's tensors in real numbers, whatever its config says they are stored in; `device` is where the model will be.
+
+    Raises ModelError for files that are missing or damaged.
+    """
     stored = SafetensorsWeights(folder)
-    return stored if config.fp8_block is None else BlockFP8Weights(stored, config.fp8_block)
+    return stored if config.fp8_block is None else BlockFP8Weights(stored, config.fp8_block, device)
 
 
 def _open_gguf(path: Path) -> tuple[ModelConfig, WeightSource, Tokenizer]:

@@ -21,8 +21,8 @@ class WeightReader:
 
     def __call__(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One tensor; several are joined along their first dimension."""
-        parts = [self.source.read(self.prefix + name, dtype or self.dtype) for name in names]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device)
+        parts = [self.source.read(self.prefix + name, dtype or self.dtype).to(self.device) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def under(self, prefix: str) -> "WeightReader":
         return replace(self, prefix=self.prefix + prefix)

@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def open_hybrid(folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> HybridDecoder:
     config = config_from_hf(read_json(folder / "config.json"))
-    return build_model(MODELS[config.model_type], config, open_weights(folder, config), torch.device(device), dtype)
+    return build_model(MODELS[config.model_type], config, open_weights(folder, config, torch.device(device)), torch.device(device), dtype)
 
 
 def run(model: HybridDecoder, tokens: torch.Tensor, *cuts: int) -> torch.Tensor:

@@ -87,7 +87,7 @@ def test_logits_equal_transformers_on_the_real_numbers(case: str, block: tuple[i
 def test_every_tensor_is_its_numbers_times_its_scales(scale_dtype: torch.dtype, tmp_path: Path) -> None:
     make_fp8_folder(tmp_path, FUSED, scale_dtype=scale_dtype)
     stored = load_file(tmp_path / "model.safetensors")
-    weights = BlockFP8Weights(SafetensorsWeights(tmp_path), (32, 16))
+    weights = BlockFP8Weights(SafetensorsWeights(tmp_path), (32, 16), torch.device("cpu"))
     num_fp8 = 0
     for name in weights.names():
         wanted = stored[name].float()
@@ -99,6 +99,22 @@ def test_every_tensor_is_its_numbers_times_its_scales(scale_dtype: torch.dtype, 
         # Rounded once, from the product in fp32.
         assert torch.equal(weights.read(name, torch.bfloat16), wanted.bfloat16()), name
     assert num_fp8 > 20 and len(stored) == len(weights.names()) + num_fp8
+
+
+@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "qwen3_5_moe", FUSED])
+def test_tensors_are_joined_on_the_device(case: str, tmp_path: Path) -> None:
+    # A matrix of ours joins some that are fp8, and made on the device, with some that are not, and come from the file.
+    make_fp8_folder(tmp_path, case)
+    assert hybrids.open_hybrid(tmp_path, device="meta").embedding.device.type == "meta"
+
+
+@pytest.mark.gpu
+def test_a_gpu_makes_the_same_products(tmp_path: Path, device: torch.device) -> None:
+    make_fp8_folder(tmp_path, FUSED)
+    stored = SafetensorsWeights(tmp_path)
+    here, there = BlockFP8Weights(stored, (32, 16), torch.device("cpu")), BlockFP8Weights(stored, (32, 16), device)
+    for name in here.names():
+        assert torch.equal(there.read(name, torch.bfloat16).cpu(), here.read(name, torch.bfloat16)), name
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (130, 300), (1, 1), (3, 257, 127)])
