@@ -60,6 +60,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
         ("cuda", torch.bfloat16, None, "fla-core of unknown version is below 0.6; pip install --upgrade 'atoll[fla]'"),
         ("cuda", torch.bfloat16, "0.6.0", None),
         ("cuda", torch.float16, "1.0", None),
+        ("cuda", torch.float16, "0.10rc1", None),
     ],
 )
 def test_a_refusal_has_its_reason(device_type: str, dtype: torch.dtype, version: str | None, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

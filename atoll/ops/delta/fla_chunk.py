@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import importlib.util
+import re
 
 import torch
 
@@ -20,7 +21,8 @@ def refuse_fla(device_type: str, dtype: torch.dtype) -> str | None:
     if importlib.util.find_spec("fla") is None:
         return "fla is not installed; pip install 'atoll[fla]'"
     version = _installed_version()
-    if version is None or tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
+    numbers = re.match(r"(\d+)\.(\d+)", version or "")
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < MIN_VERSION:
         return f"fla-core {version or 'of unknown version'} is below {'.'.join(map(str, MIN_VERSION))}; pip install --upgrade 'atoll[fla]'"
     return None
 
