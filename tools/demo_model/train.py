@@ -118,7 +118,7 @@ def train(args: argparse.Namespace, shape: Shape, feed: Feed, tokenizer: Tokeniz
         if progress >= 1 or step >= args.max_steps:
             break
         feed.batch(host, rng)
-        losses = forward(torch.from_numpy(host.astype(np.int32)).to(args.device, non_blocking=True).long(), weights, shape, dtype_of(args.device))
+        losses = forward(to_device(host, args.device), weights, shape, dtype_of(args.device))
         (losses[0] + TWO_AHEAD_SHARE * losses[1]).backward()
         norm = torch.nn.utils.clip_grad_norm_(list(weights.values()), 1.0)
         factor = rate(progress) * min(1.0, (step + 1) / WARM_UP_STEPS)
@@ -162,6 +162,12 @@ def train(args: argparse.Namespace, shape: Shape, feed: Feed, tokenizer: Tokeniz
     return weights
 
 
+def to_device(rows: np.ndarray, device: str) -> torch.Tensor:
+    tensor = torch.from_numpy(rows.astype(np.int32))
+    # From memory that cannot be paged out the copy waits for nothing, and the host runs ahead of the device.
+    return (tensor if device == "cpu" else tensor.pin_memory()).to(device, non_blocking=True).long()
+
+
 def forward(rows: torch.Tensor, weights: Weights, shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The losses of the next token and of the one after it; rows `[B, T + 2]` as the feed stores them."""
     shares = torch.where(rows >= ANSWER_BIT, 1.0, QUESTION_SHARE)
@@ -176,9 +182,10 @@ def forward(rows: torch.Tensor, weights: Weights, shape: Shape, dtype: torch.dty
 
 def export(weights: Weights, shape: Shape, folder: Path, *, with_config: bool = True) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: weight.detach().bfloat16().cpu().contiguous() for name, weight in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"}
-    )
+    path = folder / "model.safetensors"
+    save_file({name: weight.detach().bfloat16().cpu().contiguous() for name, weight in weights.items()}, path, metadata={"format": "pt"})
+    # The library keeps it to its owner; it is to be packaged.
+    path.chmod(0o644)
     if not with_config:
         return
     config = shape.hf_config(eos_token_ids=[IM_END, END_OF_TEXT], pad_token_id=END_OF_TEXT)
