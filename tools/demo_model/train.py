@@ -229,6 +229,7 @@ def accuracy(problems: list[ShippedProblem], prompt: Any, weights: Weights, shap
 def evaluate(args: argparse.Namespace, folder: Path, shape: Shape, tokenizer: Tokenizer, log: Log) -> dict[str, Any]:
     """Of the exported bf16 weights, greedy, bf16: the test set by kind of prompt, and how often the two-ahead layer says what the model then says."""
     model.use_plain_functions()
+    torch.set_float32_matmul_precision("highest")
     dtype = dtype_of(args.device)
     weights = {name: weight.to(args.device, dtype) for name, weight in load_file(folder / "model.safetensors").items()}
     count = args.num_test or (64 if args.smoke else None)
