@@ -10,6 +10,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_FORMAT_OPTIONS = ("auto", "fp32", "bf16", "fp16", "fp8_tensor", "fp8_token")  # "auto" and atoll.ops.quant.formats.KV_FORMATS, without its torch
 KV_FILLS = ("zero", "nan", "0x7f", "inf", "max", "random")  # atoll.kv.FILLS, without its torch
 MAX_PAGE_SIZE = 1024  # tokens; as in atoll.ops.attention.spec
+GUARDS = ("auto", "on", "off")
 PREFILL_GRID = 64  # tokens; the chunk of the gated delta rule, so that one grid fits every layer
 
 
@@ -29,7 +30,9 @@ class EngineConfig:
     max_num_seqs: int = 64  # sequences in one step
     max_num_batched_tokens: int = 2048  # tokens in one step
     kv_fill: str = "zero"  # the bytes of pages and state slots at start; nan and random show whether anything reads a row that no sequence owns
-    attention_backend: str = "auto"  # auto: the first of atoll.ops.attention.plan.BACKENDS that takes the spec
+    # auto: the first of atoll.ops.attention.plan.BACKENDS that takes the spec; or one of them, or of NAMED_BACKENDS, by name
+    attention_backend: str = "auto"
+    guard: str = "auto"  # zero released pages before they are read again; auto: on where the attention backend does not mask unowned rows
     cuda_graphs: bool = True  # replay steps that only decode; no effect on cpu
     seed: int = 0  # for requests without a seed of their own
 
@@ -39,6 +42,7 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kv_format", self.kv_format, KV_FORMAT_OPTIONS)
         _check_choice("kv_fill", self.kv_fill, KV_FILLS)
+        _check_choice("guard", self.guard, GUARDS)
         _check_page_size(self.page_size)
         for name, low in (("num_pages", 2), ("kv_memory_bytes", 1), ("max_model_len", 2), ("max_num_seqs", 1), ("max_num_batched_tokens", 1)):
             value = getattr(self, name)

@@ -38,7 +38,8 @@ def generate(
     num_pages: Annotated[int | None, typer.Option(help="Pages of the pool.", show_default="from the memory at hand")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and output together, at most.", show_default="what model and pool allow")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Prompts that run at once.")] = EngineConfig.max_num_seqs,
-    attention_backend: Annotated[str, typer.Option(help="auto, triton, reference.")] = "auto",
+    attention_backend: Annotated[str, typer.Option(help="auto, triton, reference, flashinfer_xqa, flashinfer_tensor_cores, leaky.")] = "auto",
+    guard: Annotated[str, typer.Option(help="Zero released pages: on, off, or auto, which is on where attention does not mask unowned rows.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per finished prompt, in the order in which they finish.")] = False,
@@ -55,6 +56,7 @@ def generate(
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "attention_backend": attention_backend,
+        "guard": guard,
         "device": device,
         "dtype": dtype,
     }

@@ -76,11 +76,11 @@ def _backends(device: Any) -> dict[str, dict[str, str | None]]:
     """For each backend and KV format the reason why it refuses, None where it runs: asked with a spec of ordinary heads."""
     import torch
 
-    from atoll.ops.attention import BACKENDS, DecodeSpec, load_backend
+    from atoll.ops.attention import BACKENDS, NAMED_BACKENDS, DecodeSpec, load_backend
     from atoll.ops.quant.formats import KV_FORMATS
 
     found: dict[str, dict[str, str | None]] = {}
-    for name in BACKENDS:
+    for name in (*BACKENDS, *NAMED_BACKENDS):
         try:
             backend = load_backend(name)
         except ImportError as error:
@@ -89,7 +89,8 @@ def _backends(device: Any) -> dict[str, dict[str, str | None]]:
         found[name] = {}
         for kv_format in KV_FORMATS:
             q_dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(kv_format, torch.bfloat16)
-            found[name][kv_format] = backend.supports(DecodeSpec(32, 8, 128, 16, q_dtype=q_dtype, kv_format=kv_format), device)
+            spec = DecodeSpec(32, 8, 128, 16, q_dtype=q_dtype, kv_format=kv_format, mask_unowned_kv=backend.MASKS_UNOWNED)
+            found[name][kv_format] = backend.supports(spec, device)
     return found
 
 

@@ -199,13 +199,21 @@ def probe_engine(
     max_tokens: Annotated[int, typer.Option(help="Tokens generated per prompt, at most.", min=1)] = 32,
     kv_format: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "auto",
     page_size: Annotated[int, typer.Option(help="Tokens per page, a power of two.")] = 16,
-    attention_backend: Annotated[str, typer.Option(help="auto, triton, reference.")] = "auto",
+    attention_backend: Annotated[str, typer.Option(help="auto, triton, reference, flashinfer_xqa, flashinfer_tensor_cores, leaky.")] = "auto",
+    guard: Annotated[str, typer.Option(help="Zero released pages: on, off, or auto, which is on where attention does not mask unowned rows.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Generate greedily from a zero-filled pool and from a poisoned one: same tokens, or the first difference and exit code 1."""
-    options = {"kv_format": kv_format, "page_size": page_size, "attention_backend": attention_backend, "device": device, "dtype": dtype}
+    options = {
+        "kv_format": kv_format,
+        "page_size": page_size,
+        "attention_backend": attention_backend,
+        "guard": guard,
+        "device": device,
+        "dtype": dtype,
+    }
     make_engine_config(options | {"kv_fill": fill})
     from dataclasses import asdict
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -12,12 +13,14 @@ from atoll.engine.runner import Runner, RunnerConfig
 from atoll.engine.text import Tokenizer
 from atoll.errors import ConfigError
 from atoll.kv.fills import Fill
+from atoll.kv.guard import ReleaseGuard
 from atoll.kv.layout import PageLayout
+from atoll.kv.ledger import NULL_PAGE
 from atoll.kv.pool import PagePool, num_pages_for_bytes
 from atoll.kv.slots import SlotLayout, SlotPool
 from atoll.models.base import HybridModel, Model
 from atoll.models.model_config import ModelConfig
-from atoll.ops.attention import DecodeSpec
+from atoll.ops.attention import DecodeSpec, backend_masks_unowned
 from atoll.ops.delta import DeltaSpec
 from atoll.ops.quant.formats import KVFormat
 
@@ -55,6 +58,9 @@ def make_engine(model: Model | HybridModel, shape: ModelConfig, tokenizer: Token
     """Raises ConfigError for sizes that do not fit, SpecError or BackendError for a model that no attention backend takes."""
     kv_format = cast(KVFormat, "bf16" if config.kv_format == "auto" else config.kv_format)
     spec = DecodeSpec(shape.num_q_heads, shape.num_kv_heads, shape.head_dim, config.page_size, q_dtype=model.dtype, kv_format=kv_format, window=shape.window)
+    masks = backend_masks_unowned(config.attention_backend)
+    if not masks:
+        spec = replace(spec, mask_unowned_kv=False)
     layout = PageLayout(shape.num_attention_layers, shape.num_kv_heads, shape.head_dim, config.page_size, kv_format)
     slot_layout = make_slot_layout(shape, model.dtype)
     num_pages = choose_num_pages(config, layout, shape.max_position, model.device, slot_layout)
@@ -64,13 +70,26 @@ def make_engine(model: Model | HybridModel, shape: ModelConfig, tokenizer: Token
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
-    pool = PagePool(layout, num_pages, model.device, cast(Fill, config.kv_fill))
+    guard = make_guard(config, num_pages, masks=masks)
+    pool = PagePool(layout, num_pages, model.device, cast(Fill, config.kv_fill), on_free=guard.released if guard is not None else None)
+    if guard is not None:
+        # Padded lanes name it, and nothing ever writes to it.
+        pool.clear([NULL_PAGE])
     # One for each sequence of a step.
     slots = SlotPool(slot_layout, config.max_num_seqs, model.device, cast(Fill, config.kv_fill)) if slot_layout is not None else None
     _log_sizes(pool, slots)
     runner_config = RunnerConfig(sizes.max_model_len, sizes.max_num_seqs, config.attention_backend, config.cuda_graphs)
     runner = Runner(model, spec, pool, runner_config, slots)
-    return Engine(runner, pool, tokenizer, sizes, vocab_size=shape.vocab_size, seed=config.seed, slots=slots)
+    return Engine(runner, pool, tokenizer, sizes, vocab_size=shape.vocab_size, seed=config.seed, slots=slots, guard=guard)
+
+
+def make_guard(config: EngineConfig, num_pages: int, *, masks: bool) -> ReleaseGuard | None:
+    """None where no page is to be zeroed; "auto" is on for an attention backend that does not mask. Pages of any fill but zero are the first to be zeroed."""
+    if config.guard == "off" and not masks:
+        log.warning("attention backend %s does not mask unowned rows and the guard is off: what a page held before may reach outputs", config.attention_backend)
+    if config.guard == "off" or (config.guard == "auto" and masks):
+        return None
+    return ReleaseGuard(dirty=() if config.kv_fill == "zero" else range(NULL_PAGE + 1, num_pages))
 
 
 def make_slot_layout(shape: ModelConfig, dtype: torch.dtype) -> SlotLayout | None:

@@ -12,6 +12,7 @@ from atoll.engine.sampling import SamplingParams
 from atoll.engine.scheduler import Scheduler
 from atoll.engine.text import TextStream, Tokenizer
 from atoll.errors import RequestError
+from atoll.kv.guard import ReleaseGuard
 from atoll.kv.pool import PagePool
 from atoll.kv.slots import SlotPool
 
@@ -47,12 +48,14 @@ class Engine:
         vocab_size: int,
         seed: int = 0,
         slots: SlotPool | None = None,  # of a hybrid model
+        guard: ReleaseGuard | None = None,  # told of the pool's releases, for attention that does not mask
     ) -> None:
         self.runner = runner
         self.pool = pool
         self.slots = slots
+        self.guard = guard
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(config, pool.ledger, slots.ledger if slots is not None else None)
+        self.scheduler = Scheduler(config, pool.ledger, slots.ledger if slots is not None else None, guard)
         self.vocab_size = vocab_size
         self.num_steps = 0
         self._seed = seed

@@ -11,10 +11,11 @@ from atoll.engine.batch import Batch, BatchBuilder, PrefillSegment
 from atoll.engine.delta import SlotDelta
 from atoll.engine.sampler import SampledToken, sample
 from atoll.engine.step import Step
+from atoll.kv.images import restore_states, save_states
 from atoll.kv.pool import PagePool
 from atoll.kv.slots import SlotPool
 from atoll.models.base import HybridModel, Model
-from atoll.ops.attention import DecodePlan, DecodeSpec, plan_decode
+from atoll.ops.attention import DecodePlan, DecodeSpec, load_backend, plan_decode
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class Runner:
         self._graph_memory: Any = None  # one memory pool for all graphs: only one of them runs at a time
         # Made at once, so that a spec that no backend takes fails here and not in the first step.
         self.attention_backend = self._graph_for(1).plan.backend
-        # The reference backend and some models read lengths back to the host, which a graph cannot hold.
-        waits = self.attention_backend == "reference" or model.waits_for_device
+        # Some backends and models read lengths back to the host, which a graph cannot hold.
+        waits = not load_backend(self.attention_backend).GRAPH_SAFE or model.waits_for_device
         self._use_graphs = config.cuda_graphs and pool.device.type == "cuda" and not waits
 
     @property
@@ -79,10 +80,22 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> dict[int, SampledToken]:
-        """Run a step; the chosen token of each request that samples, by request id."""
+        """Run a step; the chosen token of each request that samples, by request id.
+
+        All of it goes to one stream, so this order is the order in which pages and slots are written: a cleared page may be written by this very step, a
+        restored slot is read by its row, and a saved slot holds what the row left.
+        """
+        self._pool.clear(step.clears)
         if self._slots is not None:
             # A sequence begins with a state of zeros, whatever its slot was left with.
             self._slots.clear([row.state_slot for row in step.rows if row.start == 0 and row.state_slot is not None])
+            restore_states(self._slots, self._pool, step.restores)
+        sampled = self._run_rows(step) if step.rows else {}
+        if self._slots is not None:
+            save_states(self._slots, self._pool, step.saves)
+        return sampled
+
+    def _run_rows(self, step: Step) -> dict[int, SampledToken]:
         logits = self._run_decodes(step) if not step.prefills else self._run_mixed(step)
         tasks = {row.request_id: row.sample for row in step.rows if row.sample is not None}
         if not tasks:

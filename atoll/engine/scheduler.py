@@ -14,6 +14,7 @@ from atoll.config import SchedulerConfig
 from atoll.engine.request import Request
 from atoll.engine.step import Step, StepRow
 from atoll.errors import ConfigError
+from atoll.kv.guard import ReleaseGuard
 from atoll.kv.ledger import PageLedger
 from atoll.kv.slot_ledger import SlotLedger
 
@@ -21,7 +22,7 @@ from atoll.kv.slot_ledger import SlotLedger
 class Scheduler:
     """Owns the requests' pages and state slots: they come from `ledger` and `slots` here and go back to them here."""
 
-    def __init__(self, config: SchedulerConfig, ledger: PageLedger, slots: SlotLedger | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, ledger: PageLedger, slots: SlotLedger | None = None, guard: ReleaseGuard | None = None) -> None:
         capacity = (ledger.num_pages - 1) * config.page_size
         if config.max_model_len > capacity:
             raise ConfigError(
@@ -33,6 +34,7 @@ class Scheduler:
         self.config = config
         self.ledger = ledger
         self.slots = slots  # None: the model keeps no state
+        self.guard = guard  # None: attention masks what no sequence owns
         self.waiting: deque[Request] = deque()  # in order of arrival: preemption takes the latest first and puts it in front
         self.running: list[Request] = []  # in order of arrival
 
@@ -69,6 +71,9 @@ class Scheduler:
             position += 1
         if not step.preempted:
             self._admit(budget, step)
+        if self.guard is not None:
+            # Last, so that pages which this round released, and perhaps handed out again, are among them.
+            step.clears.extend(self.guard.take())
         return step
 
     def commit(self, step: Step, requests: dict[int, Request]) -> None:

@@ -28,12 +28,26 @@ class StepRow:
 
 
 @dataclass(frozen=True, slots=True)
+class StateCopy:
+    """A whole state between its slot and the pages of an image."""
+
+    state_slot: int
+    pages: tuple[int, ...]  # the image's pages, in order
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """Rows of one token (`decodes`) and of more (`prefills`), in the order in which they lie in the batch."""
+    """Rows of one token (`decodes`) and of more (`prefills`), in the order in which they lie in the batch; and what is done to pages and slots around them.
+
+    The order is clears, restores, rows, saves. A step may hold clears and copies alone.
+    """
 
     decodes: list[StepRow] = field(default_factory=list)
     prefills: list[StepRow] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)  # request ids that gave their pages back
+    clears: list[int] = field(default_factory=list)  # pages to zero before anything of this step reads or writes (the guard; empty when off)
+    restores: list[StateCopy] = field(default_factory=list)  # image -> slot, before the forward pass
+    saves: list[StateCopy] = field(default_factory=list)  # slot -> image, after the forward pass: the slot then holds exactly the image's position
 
     @property
     def rows(self) -> list[StepRow]:

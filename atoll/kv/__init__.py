@@ -6,16 +6,33 @@ The ledgers need no torch, so that a scheduler can run without it; the names tha
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from atoll.kv.guard import ReleaseGuard
 from atoll.kv.ledger import NULL_PAGE, PageClass, PageLedger
 from atoll.kv.slot_ledger import SlotLedger
 
 if TYPE_CHECKING:
     from atoll.kv.fills import FILLS
+    from atoll.kv.images import num_image_pages, restore_states, save_states
     from atoll.kv.layout import PageLayout
     from atoll.kv.pool import PagePool, num_pages_for_bytes
     from atoll.kv.slots import SlotLayout, SlotPool
 
-__all__ = ["FILLS", "NULL_PAGE", "PageClass", "PageLayout", "PageLedger", "PagePool", "SlotLayout", "SlotLedger", "SlotPool", "num_pages_for_bytes"]
+__all__ = [
+    "FILLS",
+    "NULL_PAGE",
+    "PageClass",
+    "PageLayout",
+    "PageLedger",
+    "PagePool",
+    "ReleaseGuard",
+    "SlotLayout",
+    "SlotLedger",
+    "SlotPool",
+    "num_image_pages",
+    "num_pages_for_bytes",
+    "restore_states",
+    "save_states",
+]
 
 _NEEDS_TORCH = {
     "FILLS": "atoll.kv.fills",
@@ -23,7 +40,10 @@ _NEEDS_TORCH = {
     "PagePool": "atoll.kv.pool",
     "SlotLayout": "atoll.kv.slots",
     "SlotPool": "atoll.kv.slots",
+    "num_image_pages": "atoll.kv.images",
     "num_pages_for_bytes": "atoll.kv.pool",
+    "restore_states": "atoll.kv.images",
+    "save_states": "atoll.kv.images",
 }
 
 

@@ -1,7 +1,7 @@
 """The books of the pool: the class and reference count of every page; knows no tensor, no layout and no request."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 
 from atoll.errors import ConfigError, OutOfPagesError, PoolCorruptError, PoolError
@@ -33,11 +33,14 @@ class PageLedger:
     Every call checks all its arguments first, so a call that raises has changed nothing. Each costs O(1) per page named.
     The same calls give the same page ids.
 
+    `on_free` is told of every page that becomes free, when it does.
+
     Raises ConfigError for a bad `num_pages`.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, on_free: Callable[[int], None] | None = None) -> None:
         check_num_pages(num_pages)
+        self._on_free = on_free
         # The class follows from the other two tables; it is kept apart so that check() has two accounts to compare.
         self._classes: list[PageClass] = [PageClass.NULL] + [PageClass.FREE] * (num_pages - 1)
         self._ref_counts: list[int] = [0] * num_pages
@@ -110,8 +113,14 @@ class PageLedger:
         for page in reversed(pages):
             self._ref_counts[page] -= 1
             if self._ref_counts[page] == 0:
-                self._classes[page] = PageClass.FREE
-                self._free.append(page)
+                self._set_free(page)
+
+    def _set_free(self, page: int) -> None:
+        """The one way by which a page becomes free, so that no release escapes `on_free`."""
+        self._classes[page] = PageClass.FREE
+        self._free.append(page)
+        if self._on_free is not None:
+            self._on_free(page)
 
     def check(self, held: Iterable[int] | None = None) -> None:
         """Recount everything from scratch.

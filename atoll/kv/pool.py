@@ -1,6 +1,6 @@
 """The page pool: one uint8 buffer of all pages and its books; knows no model and no request."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -20,12 +20,21 @@ class PagePool:
     Raises ConfigError for a bad `num_pages` or `fill`, PoolError when the device has not enough memory.
     """
 
-    def __init__(self, layout: PageLayout, num_pages: int, device: torch.device | str, fill: Fill = "zero", *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        layout: PageLayout,
+        num_pages: int,
+        device: torch.device | str,
+        fill: Fill = "zero",
+        *,
+        seed: int = 0,
+        on_free: Callable[[int], None] | None = None,  # as for PageLedger
+    ) -> None:
         check_fill(fill)
         check_num_pages(num_pages)
         self.layout = layout
         self.buffer = _make_buffer(layout, num_pages, torch.device(device))  # [P, page_bytes] uint8
-        self.ledger = PageLedger(num_pages)
+        self.ledger = PageLedger(num_pages, on_free)
         fill_buffer(self.buffer, fill, layout.fields, seed=seed)
         # One scale per layer, [L] fp32, for fp8_tensor only. They are not part of any page, and may be rewritten in place while no page holds rows.
         self.k_scales: torch.Tensor | None = None

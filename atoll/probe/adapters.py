@@ -14,6 +14,7 @@ import torch
 
 from atoll.errors import BackendError
 from atoll.ops.attention import BACKENDS, DecodeConfig, DecodePlan, PagedKV, decode_attention, plan_decode
+from atoll.ops.attention.leaky import attend_every_row
 from atoll.probe.cases import DecodeProblem
 from atoll.probe.interpreter import interpreted
 
@@ -81,48 +82,14 @@ class BackendAdapter:
 
 def leaky_control(problem: DecodeProblem) -> Run:
     """The old contract in plain PyTorch: every lane of the table is gathered, scores are masked and values are not. The probe must catch it."""
-    spec, kv, size = problem.spec, problem.kv, problem.spec.page_size
+    seq_lens = problem.seq_lens.to(problem.device)
     out = torch.empty_like(problem.q)
-    lanes = problem.page_table.shape[1]
-    key = torch.arange(lanes * size, device=problem.device)
 
     def call() -> Result:
-        for i_b, seq_len in enumerate(problem.seq_lens.tolist()):
-            ids = problem.page_table[i_b].long()
-            ids = torch.where((ids >= 0) & (ids < kv.num_pages), ids, 0)
-            k, v = _every_row(kv, ids)  # [lanes * S, HKV, D]
-            seen = torch.zeros(spec.query_len, lanes * size, dtype=torch.bool, device=problem.device)
-            seen[:, :seq_len] = problem.seen(i_b)
-            q = problem.q[i_b].view(spec.query_len, spec.num_kv_heads, spec.group_size, spec.head_dim).float()
-            scores = torch.einsum("thgd,nhd->thgn", q, k) * spec.scale
-            if spec.soft_cap is not None:
-                scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-            weights = torch.exp(scores.masked_fill(~seen[:, None, None, :], -torch.inf) - _top(scores, seen))
-            total = weights.sum(-1, keepdim=True)
-            if problem.sinks is not None:
-                total = total + torch.exp(problem.sinks.view(1, spec.num_kv_heads, spec.group_size, 1) - _top(scores, seen))
-            answer = torch.einsum("thgn,nhd->thgd", weights, v) / total.clamp_min(torch.finfo(torch.float32).tiny)
-            any_key = (key < seq_len).any() & seen.any(-1)
-            out[i_b] = torch.where(any_key[:, None, None, None], answer, 0.0).reshape(out[i_b].shape)
+        out.copy_(attend_every_row(problem.q, problem.kv, problem.page_table, seq_lens, problem.spec, problem.sinks)[0])
         return out, None
 
     return Run(call, outputs=(out,))
-
-
-def _top(scores: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    top = scores.masked_fill(~seen[:, None, None, :], -torch.inf).amax(-1, keepdim=True)
-    return torch.where(top == -torch.inf, 0.0, top)
-
-
-def _every_row(kv: PagedKV, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = []
-    for pages, scale in ((kv.k, kv.k_scale), (kv.v if kv.v_layout == "plain" else kv.v.transpose(2, 3), kv.v_scale)):
-        value = pages.view(torch.uint8)[ids].view(pages.dtype) if pages.dtype.itemsize == 1 else pages[ids]
-        value = value.float()
-        if scale is not None:
-            value = value * (scale[ids].unsqueeze(-1) if kv.kv_format == "fp8_token" else scale)
-        rows.append(value.transpose(1, 2).flatten(0, 1))
-    return rows[0], rows[1]
 
 
 def get_adapter(name: str) -> Adapter:

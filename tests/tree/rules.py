@@ -31,6 +31,7 @@ PART_ORDER: tuple[tuple[str, ...], ...] = (
 NO_TORCH = (
     "atoll.errors",
     "atoll.config",
+    "atoll.kv.guard",
     "atoll.kv.ledger",
     "atoll.kv.slot_ledger",
     "atoll.engine.sampling",

@@ -2,18 +2,27 @@
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from atoll.errors import BackendError, SpecError
 from atoll.ops.attention.spec import DecodeSpec
 
-# Preference order. Each module has MASKS_UNOWNED, supports(), config() and decode().
+# Each module has MASKS_UNOWNED (it keeps the promise), GRAPH_SAFE (a CUDA graph may hold it), supports(), config() and decode(). One whose kernel plans on the
+# host also has prepare(), which each new plan and each refill runs.
+# In order of preference.
 BACKENDS: dict[str, str] = {
     "triton": "atoll.ops.attention.triton_decode",
     "reference": "atoll.ops.attention.reference",
+}
+# Never chosen by "auto": none of them masks.
+NAMED_BACKENDS: dict[str, str] = {
+    "flashinfer_xqa": "atoll.ops.attention.flashinfer_xqa",
+    "flashinfer_tensor_cores": "atoll.ops.attention.flashinfer_tensor_cores",
+    "leaky": "atoll.ops.attention.leaky",
 }
 
 
@@ -53,6 +62,7 @@ class DecodePlan:
     max_seq_len: int
     partial_o: torch.Tensor  # workspace [B, HKV, NS, QL * G, D] fp32, empty when NS is 1
     partial_lse: torch.Tensor  # workspace [B, HKV, NS, QL * G] fp32
+    prepared: dict[str, Any] = field(default_factory=dict)  # what the backend's prepare() left for its decode()
 
     @property
     def batch(self) -> int:
@@ -76,6 +86,12 @@ class DecodePlan:
         self.seq_lens[batch:].zero_()
         self.page_table[:batch, :lanes].copy_(page_table, non_blocking=True)
         self.page_table[batch:].zero_()
+        self._prepare(lens, page_table)
+
+    def _prepare(self, seq_lens: torch.Tensor, page_table: torch.Tensor) -> None:
+        module = load_backend(self.backend)
+        if hasattr(module, "prepare"):
+            module.prepare(self, seq_lens, page_table)
 
 
 def plan_decode(
@@ -112,7 +128,7 @@ def plan_decode(
     rows = spec.query_len * spec.group_size
     splits = config.num_splits if config.num_splits > 1 else 0
     partial = (batch, spec.num_kv_heads, splits, rows)
-    return DecodePlan(
+    plan = DecodePlan(
         spec=spec,
         backend=name,
         refusals=refusals,
@@ -123,12 +139,14 @@ def plan_decode(
         partial_o=torch.empty((*partial, spec.head_dim), dtype=torch.float32, device=target),
         partial_lse=torch.empty(partial, dtype=torch.float32, device=target),
     )
+    plan._prepare(lens, page_table)
+    return plan
 
 
 def choose_backend(spec: DecodeSpec, device: torch.device, backend: str = "auto") -> tuple[str, ModuleType, dict[str, str]]:
     """The backend's name and module, and why each one before it in the order of preference was refused."""
-    if backend != "auto" and backend not in BACKENDS:
-        raise BackendError(f"attention backend {backend!r} is unknown; use 'auto' or one of {', '.join(BACKENDS)}")
+    if backend != "auto":
+        _check_name(backend)
     refusals: dict[str, str] = {}
     for name in BACKENDS if backend == "auto" else (backend,):
         try:
@@ -145,8 +163,19 @@ def choose_backend(spec: DecodeSpec, device: torch.device, backend: str = "auto"
 
 
 def load_backend(name: str) -> ModuleType:
-    """Import a backend's module by its name in BACKENDS."""
-    return importlib.import_module(BACKENDS[name])
+    """Import a backend's module by its name in BACKENDS or NAMED_BACKENDS. Raises BackendError for another name."""
+    _check_name(name)
+    return importlib.import_module(BACKENDS.get(name) or NAMED_BACKENDS[name])
+
+
+def backend_masks_unowned(name: str) -> bool:
+    """Whether a backend keeps unowned rows out of its arithmetic; "auto" chooses among those that do. Raises BackendError for an unknown name."""
+    return name == "auto" or bool(load_backend(name).MASKS_UNOWNED)
+
+
+def _check_name(name: str) -> None:
+    if name not in BACKENDS and name not in NAMED_BACKENDS:
+        raise BackendError(f"attention backend {name!r} is unknown; use 'auto' or one of {', '.join([*BACKENDS, *NAMED_BACKENDS])}")
 
 
 def _seq_lens_tensor(seq_lens: torch.Tensor | Sequence[int]) -> tuple[torch.Tensor, int | None]:

@@ -11,6 +11,7 @@ from atoll.ops.attention.plan import BatchShape, DecodeConfig, DecodePlan
 from atoll.ops.attention.spec import DecodeSpec, PagedKV
 
 MASKS_UNOWNED = True
+GRAPH_SAFE = False  # reads the lengths back to the host
 
 # fp32 elements in 64 bytes. Matrix libraries may sum in another order at another alignment, so rows of other widths are copied to memory of their own
 # before they are multiplied: a sequence's bits must not depend on its place in the batch.

@@ -21,6 +21,7 @@ from atoll.ops.attention.spec import DecodeSpec, PagedKV, is_power_of_two
 from atoll.ops.quant.formats import is_fp8
 
 MASKS_UNOWNED = True
+GRAPH_SAFE = True
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 MAX_SPLITS = 128
