@@ -85,6 +85,7 @@ class Runner:
         All of it goes to one stream, so this order is the order in which pages and slots are written: a cleared page may be written by this very step, a
         restored slot is read by its row, and a saved slot holds what the row left.
         """
+        assert self._slots is not None or not (step.restores or step.saves), "a model without states has no images"
         self._pool.clear(step.clears)
         if self._slots is not None:
             # A sequence begins with a state of zeros, whatever its slot was left with.

@@ -88,7 +88,7 @@ def _seen(spec: DecodeSpec, seq_lens: torch.Tensor, num_rows: int) -> torch.Tens
     key = torch.arange(num_rows, device=seq_lens.device)
     lens = seq_lens.long()[:, None, None]
     position = lens - spec.query_len + torch.arange(spec.query_len, device=seq_lens.device)[:, None]
-    seen = (key < lens) & (position >= 0)
+    seen = (key < lens).expand(-1, spec.query_len, -1)
     if spec.causal:
         seen = seen & (key <= position)
     if spec.window is not None:
