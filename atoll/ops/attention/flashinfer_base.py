@@ -57,8 +57,11 @@ def backend_refusal(spec: DecodeSpec, device: torch.device) -> str | None:
         return "it does not mask unowned rows, and the spec asks for that; set mask_unowned_kv=False"
     if spec.query_len > 1:
         return f"query_len {spec.query_len} is above 1, and here it decodes one token per sequence"
-    if (reason := spec_refusal(spec)) is not None:
-        return reason
+    return spec_refusal(spec)
+
+
+def import_refusal() -> str | None:
+    """Why FlashInfer is not here."""
     try:
         import_flashinfer()
     except BackendError as error:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from atoll.errors import BackendError
-from atoll.ops.attention.flashinfer_base import backend_refusal, cache_refusal, import_flashinfer, nhd_pages, shared_workspace, spec_refusal
+from atoll.ops.attention.flashinfer_base import backend_refusal, cache_refusal, import_flashinfer, import_refusal, nhd_pages, shared_workspace, spec_refusal
 from atoll.ops.attention.plan import BatchShape, DecodeConfig, DecodePlan
 from atoll.ops.attention.spec import DecodeSpec, PagedKV
 from atoll.ops.quant.formats import is_fp8, storage_dtype
@@ -20,7 +20,7 @@ HEAD_DIMS = (64, 128, 256)
 
 def supports(spec: DecodeSpec, device: torch.device) -> str | None:
     """Why this backend cannot run `spec` on `device`, or None if it can."""
-    return backend_refusal(spec, device) or refusal(spec)
+    return backend_refusal(spec, device) or refusal(spec) or import_refusal()
 
 
 def refusal(spec: DecodeSpec) -> str | None:

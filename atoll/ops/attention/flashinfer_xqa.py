@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 
 from atoll.errors import BackendError
-from atoll.ops.attention.flashinfer_base import backend_refusal, cache_refusal, import_flashinfer, nhd_pages, shared_workspace, spec_refusal
+from atoll.ops.attention.flashinfer_base import backend_refusal, cache_refusal, import_flashinfer, import_refusal, nhd_pages, shared_workspace, spec_refusal
 from atoll.ops.attention.plan import BatchShape, DecodeConfig, DecodePlan
 from atoll.ops.attention.spec import DecodeSpec, PagedKV
 
@@ -20,7 +20,7 @@ CAPABILITIES = (9, 10, 12)  # major
 
 def supports(spec: DecodeSpec, device: torch.device) -> str | None:
     """Why this backend cannot run `spec` on `device`, or None if it can."""
-    reason = backend_refusal(spec, device) or refusal(spec)
+    reason = backend_refusal(spec, device) or refusal(spec) or import_refusal()
     if reason is None and _capability(device) not in CAPABILITIES:
         reason = f"XQA runs on compute capability {', '.join(f'{major}.x' for major in CAPABILITIES)}, not {_capability(device)}.x"
     return reason
