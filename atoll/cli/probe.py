@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from atoll.probe import CaseReport
     from atoll.probe.cases import Case
+    from atoll.probe.fault import FaultRow
 
 SHOWN_FAULTS = 20
 
@@ -237,3 +239,62 @@ def probe_engine(
         )
     if not report.same:
         raise typer.Exit(EXIT_FOUND)
+
+
+@probe_app.command("fault")
+def probe_fault(
+    questions: Annotated[Path, typer.Option(help="JSONL with 'question' and 'answer' in GSM8K's form, the answer's number after '####'.", dir_okay=False)],
+    model: Annotated[str, typer.Option(help="A hybrid model: a name such as 'demo', or a Hugging Face folder.")] = "demo",
+    count: Annotated[int | None, typer.Option(help="Questions, from the first on.", min=1, show_default="all")] = None,
+    leaky_backend: Annotated[str, typer.Option(help="Attention that does not mask: leaky, flashinfer_xqa, flashinfer_tensor_cores.")] = "leaky",
+    max_tokens: Annotated[int, typer.Option(help="Tokens generated per question, at most.", min=1)] = 256,
+    chat: Annotated[bool, typer.Option(help="Put each question through the model's chat template, as a user's message.")] = True,
+    kv_format: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    option: Annotated[list[str] | None, typer.Option(help="Another engine option, as name=value; may be given again.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per row, each as soon as it is done.")] = False,
+) -> None:
+    """Answer questions four times: with attention that masks, from a pool of zeros and of NaN; with attention that does not, without the guard and with it.
+
+    Before the questions, every free page has held an image of a state and come back. Exits with 1 when masked attention gives other tokens from NaN.
+    """
+    options: dict[str, object] = {"kv_format": kv_format, "device": device, "dtype": dtype} | dict(_engine_option(text) for text in option or ())
+    make_engine_config(options)
+    from dataclasses import asdict
+
+    from atoll.probe import fault
+
+    asked = fault.read_questions(questions, count)
+    rows = []
+    with stderr_console().status(f"answering {len(asked)} questions four times with {model}"):
+        for row in fault.probe_fault(model, asked, leaky_backend=leaky_backend, max_tokens=max_tokens, chat=chat, **options):
+            rows.append(row)
+            if as_json:
+                write_json(asdict(row) | {"model": model, "kv_format": kv_format, "accuracy": row.accuracy})
+    if not as_json:
+        _print_fault(rows, model)
+    if rows[1].same_tokens != len(asked):
+        raise typer.Exit(EXIT_FOUND)
+
+
+def _engine_option(text: str) -> tuple[str, object]:
+    """`name=value`, the value a whole number, true, false or none where it reads like one."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"option {text!r} is not of the form name=value; give for example --option num_pages=400")
+    named: dict[str, object] = {"true": True, "false": False, "none": None}
+    if value.lower() in named:
+        return name, named[value.lower()]
+    return name, int(value) if value.lstrip("-").isdecimal() else value
+
+
+def _print_fault(rows: "list[FaultRow]", model: str) -> None:
+    from rich.table import Table
+
+    title = f"{model}, {rows[0].questions} questions, {rows[0].image_pages} pages that held images before"
+    table = Table("attention", "backend", "guard", "exact", "accuracy", "empty", "errors", "same tokens as the first", title=title, title_justify="left")
+    for row in rows:
+        cells = (row.exact, f"{row.accuracy:.4f}", row.empty, row.errors, row.same_tokens)
+        table.add_row(row.name, row.attention_backend, "on" if row.guard else "off", *map(str, cells))
+    stdout_console().print(table)

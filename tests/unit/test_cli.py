@@ -62,7 +62,7 @@ def test_help_lists_every_command() -> None:
     assert result.exit_code == 0
     for command in ("generate", "probe", "bench", "info"):
         assert command in result.stdout
-    for group, commands in {"probe": ("kernels", "engine"), "bench": ("decode", "engine", "model")}.items():
+    for group, commands in {"probe": ("kernels", "engine", "fault"), "bench": ("decode", "engine", "model")}.items():
         text = invoke(group, "--help").stdout
         assert all(command in text for command in commands)
 
