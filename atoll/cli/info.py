@@ -145,17 +145,19 @@ def _models() -> dict[str, str | None]:
 def _print(found: dict[str, Any]) -> None:
     from rich.table import Table
 
+    from atoll.ops.attention import BACKENDS
+
     console = stdout_console()
     versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in found["versions"].items())
     console.print(f"atoll {found['atoll']}, Python {found['python']}, {found['platform']}", highlight=False)
     console.print(versions, highlight=False)
     gpus = ", ".join(f"{g['name']} (sm_{g['compute_capability'].replace('.', '')}, {g['memory_bytes'] / 2**30:.0f} GiB)" for g in found["gpus"])
     console.print(f"device {found['device']}; GPUs: {gpus or 'none'}", highlight=False)
-    table = Table("attention backend", "KV formats", "runs here", title=f"decode attention on {found['device']}", title_justify="left")
+    table = Table("attention backend", "KV formats", "runs here", "masks unowned rows", title=f"decode attention on {found['device']}", title_justify="left")
     for backend, reasons in found["attention_backends"].items():
         for reason in dict.fromkeys(reasons.values()):
             formats = ", ".join(name for name, other in reasons.items() if other == reason)
-            table.add_row(backend, formats, "yes" if reason is None else f"no: {reason}")
+            table.add_row(backend, formats, "yes" if reason is None else f"no: {reason}", "yes" if backend in BACKENDS else "no: guarded, by name only")
     console.print(table)
     chosen = next(name for name, reason in found["delta_prefill"].items() if reason is None)
     refused = "".join(f"; {name}: {reason}" for name, reason in found["delta_prefill"].items() if reason is not None)

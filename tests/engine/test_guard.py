@@ -1,6 +1,7 @@
 """The guard around attention that does not mask: right tokens whatever a page held, and wrong ones as soon as any part of the guard is taken away."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,6 +224,22 @@ def test_a_hybrid_model_in_every_format(hybrid: LoadedModel, kv_format: str) -> 
         release_images(llm)
     assert tokens(guarded) == masked
     assert broken(open_, masked)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8_tensor", "fp8_token"])
+def test_a_hybrid_model_on_a_gpu(tmp_path: Path, kv_format: str) -> None:
+    """Within the leaky backend, since another kernel's rounding may choose another token."""
+    make_folder(tmp_path, **CASES["qwen3_5"] | {"eos_token_id": None})
+    loaded = load_model(str(tmp_path), device="cuda", dtype=torch.bfloat16)
+    options = {"attention_backend": "leaky", "kv_format": kv_format, "num_pages": 60, "max_num_seqs": 4, "max_model_len": 256}
+    clean, guarded, bare = (LLM.from_loaded(loaded, guard=guard, **options) for guard in ("off", "auto", "off"))  # type: ignore[arg-type]
+    wanted = tokens(clean)
+    for llm in (guarded, bare):
+        release_images(llm)
+    assert tokens(guarded) == wanted
+    assert guarded.engine.runner.captured_sizes == []
+    assert broken(bare, wanted)
 
 
 # The option

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,8 +32,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 class Driver:
     """Steps by hand on an engine's runner, and the logits of each."""
 
-    def __init__(self, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, fill: str = "nan") -> None:
-        self.llm = LLM.from_loaded(loaded, kv_format="fp32", num_pages=200, max_num_seqs=4, max_model_len=256, kv_fill=fill)
+    def __init__(self, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, fill: str = "nan", kv_format: str = "fp32") -> None:
+        self.llm = LLM.from_loaded(loaded, kv_format=kv_format, num_pages=200, max_num_seqs=4, max_model_len=256, kv_fill=fill)
         self.logits: list[torch.Tensor] = []
         sample = runner_module.sample
 
@@ -119,6 +120,37 @@ def test_a_model_without_states_takes_no_copies() -> None:
     for step in (Step(saves=[StateCopy(0, (1,))]), Step(restores=[StateCopy(0, (1,))])):
         with pytest.raises(AssertionError, match="a model without states has no images"):
             runner.execute(step)
+
+
+@pytest.mark.gpu
+def test_a_state_kept_in_an_image_goes_on_bit_for_bit_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, with decode steps that are replayed from a graph."""
+    make_folder(tmp_path, **CASES["qwen3_5"] | {"eos_token_id": None})
+    loaded = load_model(str(tmp_path), device="cuda", dtype=torch.bfloat16)
+    wanted = uninterrupted(Driver(loaded, monkeypatch, kv_format="bf16"), 64)
+    driver = Driver(loaded, monkeypatch, kv_format="bf16")
+    image = driver.image()
+    driver.run(0, 64, 0, PAGES, saves=[StateCopy(0, image)])
+    driver.slots.buffer.fill_(0xFF)
+    rest(driver, 64, 2, restores=[StateCopy(2, image)])
+    assert driver.llm.engine.runner.captured_sizes == [1]
+    assert all(torch.equal(a, b) for a, b in zip(driver.logits, wanted, strict=True))
+
+
+@pytest.mark.gpu
+def test_clears_and_copies_do_not_wait_for_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_folder(tmp_path, **CASES["qwen3_5"] | {"eos_token_id": None})
+    driver = Driver(load_model(str(tmp_path), device="cuda", dtype=torch.bfloat16), monkeypatch, kv_format="bf16")
+    image = driver.image()
+    step = Step(clears=[*image, 5], restores=[StateCopy(1, image)], saves=[StateCopy(2, driver.image(150))])
+    # Compiles the kernel.
+    driver.llm.engine.runner.execute(step)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        driver.llm.engine.runner.execute(step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not driver.slots.buffer[1].any(), "the image was cleared before it was restored"
 
 
 # The order
