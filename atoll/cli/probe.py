@@ -249,6 +249,9 @@ def probe_fault(
     leaky_backend: Annotated[str, typer.Option(help="Attention that does not mask: leaky, flashinfer_xqa, flashinfer_tensor_cores.")] = "leaky",
     max_tokens: Annotated[int, typer.Option(help="Tokens generated per question, at most.", min=1)] = 256,
     chat: Annotated[bool, typer.Option(help="Put each question through the model's chat template, as a user's message.")] = True,
+    images: Annotated[
+        Literal["everywhere", "checkpoints"], typer.Option(help="Every free page has held a state's image, or those that the engine's own checkpoints took.")
+    ] = "everywhere",
     kv_format: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
@@ -257,7 +260,7 @@ def probe_fault(
 ) -> None:
     """Answer questions four times: with attention that masks, from a pool of zeros and of NaN; with attention that does not, without the guard and with it.
 
-    Before the questions, every free page has held an image of a state and come back. Exits with 1 when masked attention gives other tokens from NaN.
+    Before the questions, pages have held images of states and come back. Exits with 1 when masked attention gives other tokens from NaN.
     """
     options: dict[str, object] = {"kv_format": kv_format, "device": device, "dtype": dtype} | dict(_engine_option(text) for text in option or ())
     make_engine_config(options)
@@ -268,10 +271,10 @@ def probe_fault(
     asked = fault.read_questions(questions, count)
     rows = []
     with stderr_console().status(f"answering {len(asked)} questions four times with {model}"):
-        for row in fault.probe_fault(model, asked, leaky_backend=leaky_backend, max_tokens=max_tokens, chat=chat, **options):
+        for row in fault.probe_fault(model, asked, leaky_backend=leaky_backend, max_tokens=max_tokens, chat=chat, images=images, **options):
             rows.append(row)
             if as_json:
-                write_json(asdict(row) | {"model": model, "kv_format": kv_format, "accuracy": row.accuracy})
+                write_json(asdict(row) | {"model": model, "kv_format": kv_format, "images": images, "accuracy": row.accuracy})
     if not as_json:
         _print_fault(rows, model)
     if rows[1].same_tokens != len(asked):
@@ -292,7 +295,7 @@ def _engine_option(text: str) -> tuple[str, object]:
 def _print_fault(rows: "list[FaultRow]", model: str) -> None:
     from rich.table import Table
 
-    title = f"{model}, {rows[0].questions} questions, {rows[0].image_pages} pages that held images before"
+    title = f"{model}, {rows[0].questions} questions, {rows[0].image_pages} free pages that were made to hold images before"
     table = Table("attention", "backend", "guard", "exact", "accuracy", "empty", "errors", "same tokens as the first", title=title, title_justify="left")
     for row in rows:
         cells = (row.exact, f"{row.accuracy:.4f}", row.empty, row.errors, row.same_tokens)

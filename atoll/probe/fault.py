@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,8 +19,10 @@ from atoll.errors import ConfigError
 from atoll.kv import num_image_pages, save_states
 from atoll.models.loader import LoadedModel, load_model
 
+Images = Literal["everywhere", "checkpoints"]
+
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-# Before its questions a run answers as many of them as there are state slots, so that every slot holds a state.
+# Of each answer before the questions proper.
 WARM_UP_TOKENS = 8
 
 
@@ -48,7 +50,7 @@ class FaultRow:
     attention_backend: str
     guard: bool
     kv_fill: str
-    image_pages: int  # pages that held a state image and were released before the questions
+    image_pages: int  # pages that were made to hold a state image, and released, before the questions; those of the engine's own checkpoints not counted
     questions: int
     exact: int
     empty: int  # answers without any text
@@ -111,11 +113,14 @@ def probe_fault(
     leaky_backend: str = "leaky",
     max_tokens: int = 256,
     chat: bool = True,
+    images: Images = "everywhere",
     **options: Any,
 ) -> Iterator[FaultRow]:
     """One row per setup, as each is done. All greedy; `options` as for LLM.
 
-    Before the questions every free page holds the image of a state and is released, which is what a pool looks like once checkpoints have come and gone.
+    With `images` "everywhere", before the questions every free page holds the image of a state and is released, which is what a pool looks like once
+    checkpoints have come and gone. With "checkpoints", a few tokens of each answer are generated first, and only the engine's own checkpoints leave images:
+    the pool must be small enough that it evicts them.
 
     Raises ConfigError for a model without states, and ConfigError, BackendError or ModelError for what LLM would refuse.
     """
@@ -127,7 +132,9 @@ def probe_fault(
     for setup in setups(leaky_backend):
         llm = LLM.from_loaded(model, **options | setup.options)
         prompts = _prompts(llm, questions, chat=chat)
-        image_pages = release_images(llm, prompts)
+        image_pages = release_images(llm, prompts) if images == "everywhere" else 0
+        if images == "checkpoints":
+            llm.generate(list(prompts), _warm_up())
         outputs = llm.generate(prompts, params)
         tokens = [output.token_ids for output in outputs]
         first = first or tokens
@@ -159,7 +166,7 @@ def release_images(llm: LLM, prompts: Sequence[list[int]]) -> int:
     engine, slots = llm.engine, llm.engine.slots
     if slots is None:
         raise ConfigError("the model keeps no states, so its pool never holds an image; use a hybrid model, such as one of type qwen3_5")
-    llm.generate([list(prompt) for prompt in prompts[: slots.num_slots]], SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0.0))
+    llm.generate(list(prompts[: slots.num_slots]), _warm_up())
     need = num_image_pages(slots.layout.slot_bytes, engine.pool.layout.page_bytes)
     ledger = engine.pool.ledger
     num_images = ledger.num_free // need
@@ -169,6 +176,10 @@ def release_images(llm: LLM, prompts: Sequence[list[int]]) -> int:
     for pages in images:
         ledger.release(pages)
     return num_images * need
+
+
+def _warm_up() -> SamplingParams:
+    return SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0.0)
 
 
 def _prompts(llm: LLM, questions: Sequence[Question], *, chat: bool) -> list[list[int]]:

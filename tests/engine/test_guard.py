@@ -116,7 +116,7 @@ def test_at_any_abort_and_preemption_no_row_is_left_over(monkeypatch: pytest.Mon
         llm.engine.abort(ids[num_steps % 6])
         llm.engine.step()
         llm.engine.abort_all()
-    assert num_preempted > 0 and watch.num_rows > 1000
+    assert num_preempted > 0 and watch.num_rows > 500
 
 
 def test_control_the_watch_sees_a_page_that_is_not_cleared(monkeypatch: pytest.MonkeyPatch) -> None:

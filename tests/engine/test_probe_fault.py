@@ -53,6 +53,12 @@ def test_only_unmasked_attention_without_the_guard_breaks(loaded: LoadedModel, k
     assert zeros.image_pages > 40
 
 
+def test_with_checkpoints_alone_a_warm_up_comes_first(loaded: LoadedModel) -> None:
+    zeros, poisoned, _, guarded = probe_fault(loaded, questions(), max_tokens=24, images="checkpoints", **OPTIONS)
+    assert [row.same_tokens for row in (zeros, poisoned, guarded)] == [5, 5, 5]
+    assert zeros.image_pages == 0
+
+
 def test_control_a_guard_that_zeroes_nothing_shows(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReleaseGuard, "take", lambda self: [])
     *_, guarded = probe_fault(loaded, questions(), max_tokens=24, **OPTIONS)
