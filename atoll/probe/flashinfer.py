@@ -21,7 +21,7 @@ def xqa(problem: DecodeProblem) -> Run:
     """`trtllm_batch_decode_with_kv_cache(backend="xqa")`; fp8 caches run with Q and P in fp8."""
     flashinfer = _import(problem)
     spec = problem.spec
-    _refuse(flashinfer_xqa.refusal(spec) or cache_refusal(problem.kv))
+    _refuse(flashinfer_xqa.refusal(spec) or flashinfer_xqa.cache_refusal(problem.kv))
     shortest = min(problem.case.seq_lens)
     if shortest < spec.query_len:
         _refuse(f"XQA is not given sequences shorter than query_len {spec.query_len}, here is one of {shortest}; use --min-seq-len")

@@ -61,14 +61,15 @@ def test_xqa_refuses_with_the_reason(changes: dict[str, Any], message: str) -> N
 def test_the_pools_strides_are_taken(kv_format: str, num_heads: int) -> None:
     for head_dim in (64, 128, 256):
         pool = PagePool(PageLayout(3, num_heads, head_dim, 16, kv_format), 4, "cpu")  # type: ignore[arg-type]
-        assert flashinfer_base.cache_refusal(pool.layer_kv(1)) is None
+        assert flashinfer_xqa.cache_refusal(pool.layer_kv(1)) is None
 
 
 def test_strides_that_it_cannot_take_are_refused() -> None:
     kv = PagePool(PageLayout(1, 1, 64, 16), 4, "cpu").layer_kv(0)
     assert flashinfer_base.cache_refusal(replace(kv, v=kv.v[:, :, ::2].repeat(1, 1, 2, 1))) == "FlashInfer takes one set of strides for K and V"
     odd = torch.empty(4 * 1100, dtype=torch.bfloat16).as_strided((4, 1, 16, 64), (1100, 1024, 64, 1))
-    assert flashinfer_base.cache_refusal(replace(kv, k=odd, v=odd)) == "FlashInfer counts a page's stride in rows, and 1100 elements are no multiple of 64"
+    assert flashinfer_base.cache_refusal(replace(kv, k=odd, v=odd)) is None
+    assert flashinfer_xqa.cache_refusal(replace(kv, k=odd, v=odd)) == "XQA counts strides in rows, and 1100 elements are no multiple of head_dim 64"
 
 
 class FakeWrapper:

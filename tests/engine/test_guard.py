@@ -205,6 +205,17 @@ def test_control_a_null_page_that_is_not_zeroed_at_the_start_shows(wanted: list[
     assert broken(leaky_llm(kv_fill="nan"), wanted)
 
 
+def test_control_a_null_page_that_is_handed_out_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    TailWatch(monkeypatch)
+    llm = leaky_llm()
+    llm.engine.pool.ledger._free.append(0)
+    llm.engine.add(PROMPTS[1], GREEDY)
+    llm.engine.step()
+    # What the first step wrote there, every padded lane would read in the second.
+    with pytest.raises(AssertionError):
+        llm.engine.step()
+
+
 # A hybrid model, whose images are real ones
 
 

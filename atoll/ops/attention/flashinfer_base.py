@@ -44,8 +44,6 @@ def cache_refusal(kv: PagedKV) -> str | None:
         return "FlashInfer takes one set of strides for K and V"
     if kv.k.stride(2) % 16 != 0:
         return f"FlashInfer takes rows aligned to 16 bytes, not a row stride of {kv.k.stride(2)} elements"
-    if kv.k.stride(0) % kv.k.shape[3] != 0:
-        return f"FlashInfer counts a page's stride in rows, and {kv.k.stride(0)} elements are no multiple of {kv.k.shape[3]}"
     return None
 
 

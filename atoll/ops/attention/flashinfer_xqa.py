@@ -6,7 +6,8 @@ from types import ModuleType
 import torch
 
 from atoll.errors import BackendError
-from atoll.ops.attention.flashinfer_base import backend_refusal, cache_refusal, import_flashinfer, import_refusal, nhd_pages, shared_workspace, spec_refusal
+from atoll.ops.attention import flashinfer_base
+from atoll.ops.attention.flashinfer_base import backend_refusal, import_flashinfer, import_refusal, nhd_pages, shared_workspace, spec_refusal
 from atoll.ops.attention.plan import BatchShape, DecodeConfig, DecodePlan
 from atoll.ops.attention.spec import DecodeSpec, PagedKV
 
@@ -39,6 +40,14 @@ def refusal(spec: DecodeSpec) -> str | None:
     if spec.head_dim % 16 or not 16 <= spec.head_dim <= 256:
         return f"XQA takes head_dim 16 to 256 in steps of 16, not {spec.head_dim}"
     return None
+
+
+def cache_refusal(kv: PagedKV) -> str | None:
+    """Strides that XQA does not take."""
+    if (reason := flashinfer_base.cache_refusal(kv)) is not None:
+        return reason
+    odd = [stride for stride in kv.k.stride()[:3] if stride % kv.k.shape[3]]
+    return f"XQA counts strides in rows, and {odd[0]} elements are no multiple of head_dim {kv.k.shape[3]}" if odd else None
 
 
 def config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
