@@ -25,7 +25,7 @@ PROMPT = "A coral reef is an underwater ecosystem built by colonies of small ani
 class EngineBenchOptions:
     """What to measure."""
 
-    model: str = "smollm2"
+    model: str = "demo"
     batches: tuple[int, ...] = (1, 16)
     prompt_tokens: int = 32
     new_tokens: int = 64

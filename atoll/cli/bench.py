@@ -112,7 +112,7 @@ def _keep(rows: "list[DecodeRow]", options: "DecodeBenchOptions", out: Path | No
 
 @bench_app.command("engine")
 def bench_engine(
-    model: Annotated[str, typer.Option(help="'smollm2', a Hugging Face folder, or a .gguf file.")] = "smollm2",
+    model: Annotated[str, typer.Option(help="'demo', 'smollm2', a Hugging Face folder, or a .gguf file.")] = "demo",
     batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated; the first is compared with transformers if it is 1.")] = "1,16",
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 32,
     new_tokens: Annotated[int, typer.Option(help="Tokens generated per sequence.", min=2)] = 64,

@@ -196,7 +196,7 @@ def _leak_table(reports: "list[CaseReport]", fills: Sequence[str]) -> object:
 @probe_app.command("engine")
 def probe_engine(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts.", show_default="eight short ones")] = None,
-    model: Annotated[str, typer.Option(help="'smollm2', a Hugging Face folder, or a .gguf file.")] = "smollm2",
+    model: Annotated[str, typer.Option(help="'demo', 'smollm2', a Hugging Face folder, or a .gguf file.")] = "demo",
     fill: Annotated[str, typer.Option(help="The poisoned pool's bytes: nan, 0x7f, inf, max, random.")] = "nan",
     max_tokens: Annotated[int, typer.Option(help="Tokens generated per prompt, at most.", min=1)] = 32,
     kv_format: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "auto",

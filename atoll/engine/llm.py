@@ -24,8 +24,8 @@ class LLM:
 
     ::
 
-        llm = LLM("smollm2")
-        [output] = llm.generate("The capital of France is", SamplingParams(temperature=0))
+        llm = LLM("demo")
+        [output] = llm.chat([{"role": "user", "content": "What is 12 * 12?"}], SamplingParams(temperature=0))
         print(output.text)
 
     `options` are the fields of atoll.config.EngineConfig. A bad prompt raises RequestError before any of the call's prompts is started; what goes wrong
