@@ -89,7 +89,7 @@ def run_model(options: ModelBenchOptions, on_row: Callable[[ModelRow], None] = l
     for context in options.contexts:
         for batch in options.batches:
             row = ModelRow(options.shape, batch, context, options.kv_format, options.page_size, str(dtype).removeprefix("torch."))
-            _give_back(options.device)
+            give_back(options.device)
             needed, free = _case_bytes(config, options, batch, context, dtype), _free_bytes(options.device)
             if free is not None and needed > free:
                 row.note = f"needs {needed / 1e9:.1f} GB beside the weights, {free / 1e9:.1f} are free"
@@ -228,7 +228,7 @@ def _replay_us(graph: torch.cuda.CUDAGraph, replays: int) -> list[float]:
     return [begin.elapsed_time(end) * 1e3 for begin, end in pairwise(events)]
 
 
-def _give_back(device: torch.device) -> None:
+def give_back(device: torch.device) -> None:
     """Return to the device what the last case, or the making of the model, has left: the next pool is another size."""
     gc.collect()
     if device.type == "cuda":

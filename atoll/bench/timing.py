@@ -3,6 +3,7 @@
 Many calls go into one graph, since a decode call is shorter than its launch. Before each sample the same graph runs once untimed: the device is then
 busy while the host queues the timed replays, so that no launch gap is counted, and the caches hold what this variant left there.
 The order of variants rotates from round to round, so that drift (clocks, heat) falls on all alike.
+Calls that upload from the host fit into no graph; `time_eager` and `time_queued` time them as they are.
 """
 
 import math
@@ -23,6 +24,13 @@ MIN_SAMPLE_US = 1000.0
 MAX_GRAPH_US = 8000.0
 
 
+# The device is held for this many times what the host needs to queue a sample's calls; where that was too short, for twice as long, up to the longest.
+# Short ones are forgiven that often: a call may wait for the device once, to allocate a pinned buffer that it keeps.
+HOLD_MULTIPLE, LONGEST_HOLD_MULTIPLE = 2.0, 16.0
+MAX_SHORT_HOLDS = 8
+_HOLD_CYCLES_PER_US = 2000  # a device whose clock is slower than 2 GHz is held longer
+
+
 @dataclass(frozen=True)
 class Timing:
     """One variant's time per call."""
@@ -31,10 +39,62 @@ class Timing:
     spread: float  # (longest - shortest) / median over the rounds
 
 
+@dataclass(frozen=True)
+class EagerTiming:
+    """Times per call of calls that the host makes one after another, as a program without graphs does."""
+
+    wall: Timing  # the device waited for after the last
+    host_us: float  # until a call returns; median
+
+
 def time_interleaved(variants: Mapping[str, Sequence[Call]], device: torch.device, *, rounds: int = ROUNDS) -> dict[str, Timing]:
     """Time per call of each variant. A variant is a list of calls that run one after another; all are timed as one and divided by their number."""
     samples = _graph_samples(variants, rounds) if device.type == "cuda" else _host_samples(variants, rounds)
     return {name: _timing(values) for name, values in samples.items()}
+
+
+def time_eager(calls: Sequence[Call], device: torch.device, *, rounds: int = ROUNDS) -> EagerTiming:
+    """Each call once in every round, the device idle before and waited for after. The caller has warmed them up."""
+    walls_us, hosts_us = [], []
+    for _ in range(rounds):
+        _synchronize(device)
+        begin = time.perf_counter()
+        for call in calls:
+            call()
+        queued = time.perf_counter()
+        _synchronize(device)
+        walls_us.append((time.perf_counter() - begin) * 1e6 / len(calls))
+        hosts_us.append((queued - begin) * 1e6 / len(calls))
+    return EagerTiming(_timing(walls_us), statistics.median(hosts_us))
+
+
+def time_queued(calls: Sequence[Call], device: torch.device, host_us: float, *, rounds: int = ROUNDS) -> Timing | None:
+    """Time per call on the device's clock, for calls that no graph can hold, as those that upload from the host; `host_us` is what one takes to return.
+
+    The device is held busy until all calls are queued, so that no launch gap is counted; a sample in which it was not is thrown away and the hold
+    doubled. None on a CPU, and where the device could not be held long enough, as when a call waits for it.
+    """
+    if device.type != "cuda":
+        return None
+    multiple, num_short = HOLD_MULTIPLE, 0
+    samples_us: list[float] = []
+    while len(samples_us) < rounds:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(int(multiple * host_us * len(calls) * _HOLD_CYCLES_PER_US))
+        begin.record()
+        for call in calls:
+            call()
+        end.record()
+        was_held = not begin.query()
+        torch.cuda.synchronize(device)
+        if was_held:
+            samples_us.append(begin.elapsed_time(end) * 1e3 / len(calls))
+            continue
+        num_short += 1
+        multiple = min(2 * multiple, LONGEST_HOLD_MULTIPLE)
+        if num_short > MAX_SHORT_HOLDS:
+            return None
+    return _timing(samples_us)
 
 
 def repeat_calls(calls: Sequence[Call], call_us: float) -> list[Call]:

@@ -1,4 +1,4 @@
-"""`atoll bench`: measured speed of decode attention, of a model's decode steps and of the whole engine."""
+"""`atoll bench`: measured speed of decode attention, of a model's decode steps, of checkpoints and the guard, and of the whole engine."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -201,6 +201,64 @@ def bench_model(
             typer.echo("\n".join(row_lines(row)))
 
     run_model(options, on_row=keep)
+
+
+@bench_app.command("checkpoint")
+def bench_checkpoint(
+    shape: Annotated[
+        str | None,
+        typer.Option(help="Comma-separated: qwen3.5-35b-a3b, tiny, or a hybrid model whose config is read.", show_default="qwen3.5-35b-a3b,demo; cpu: tiny"),
+    ] = None,
+    kv_format: Annotated[str, typer.Option(help="Comma-separated: bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "bf16,fp8_tensor,fp8_token",
+    page_size: Annotated[str, typer.Option(help="Tokens of a page, comma-separated.")] = "16,64",
+    states: Annotated[str, typer.Option(help="States that one call saves or restores, comma-separated.")] = "1,4,16,64",
+    tokens: Annotated[str, typer.Option(help="Tokens of a released sequence, whose pages one call clears, comma-separated.")] = "1024,16384",
+    rounds: Annotated[int, typer.Option(help="Samples of 4 calls; the median counts.", min=1)] = 5,
+    step_us: Annotated[
+        float | None, typer.Option(help="A decode step as bench model times it, to say what share of it a clear is.", min=1, show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of states and pages.", min=0, max=MAX_SEED - 1)] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Append rows to this JSONL file.", show_default=False)] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to note in rows.", show_default="the checkout's")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON lines on stdout instead of a table.")] = False,
+) -> None:
+    """Time a checkpoint's copies between slots and pages, and the guard's clears; pools alone, no weights."""
+    page_sizes, num_states, num_tokens = _numbers("--page-size", page_size), _numbers("--states", states), _numbers("--tokens", tokens)
+    target = torch_device(device)
+    shapes = _names(shape or ("qwen3.5-35b-a3b,demo" if target.type == "cuda" else "tiny"))
+    if target.type != "cuda" and "qwen3.5-35b-a3b" in shapes:
+        fail(f"bench checkpoint needs a GPU for the shape 'qwen3.5-35b-a3b', this is {target}; pass --shape tiny to try the command out")
+    from dataclasses import asdict
+
+    from atoll.bench.checkpoint import CheckpointBenchOptions, CheckpointRow, case_lines, run_checkpoint
+    from atoll.bench.rows import append_jsonl, check_writable, environment
+
+    if out is not None:
+        check_writable(out)
+    env = environment(target, commit)
+    options = CheckpointBenchOptions(shapes, _names(kv_format), page_sizes, num_states, num_tokens, rounds, step_us, target, seed)
+    derived = ("image_tokens", "gbps", "read_share", "us_per_page", "step_share")
+
+    def keep(rows: list[CheckpointRow]) -> None:
+        found = [asdict(row) | {name: getattr(row, name) for name in derived} | asdict(env) for row in rows]
+        if out is not None:
+            append_jsonl(out, found)
+        if as_json:
+            for one in found:
+                write_json(one)
+        else:
+            typer.echo("\n".join(case_lines(rows)))
+
+    report = run_checkpoint(options, on_case=keep)
+    for failure in report.gate_failures:
+        typer.echo(f"gate failed: {failure}", err=True)
+    if report.gate_failures:
+        raise typer.Exit(EXIT_FOUND)
+
+
+def _names(given: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in given.split(","))
 
 
 def _numbers(option: str, given: str) -> tuple[int, ...]:
