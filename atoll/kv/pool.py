@@ -67,7 +67,8 @@ class PagePool:
     def clear(self, pages: Sequence[int]) -> None:
         """Zero whole pages, all layers at once, in one operation on the current stream. The books do not change."""
         if pages:
-            self.buffer.index_fill_(0, self._index(pages), 0)
+            # By words of 8 bytes: the fill takes one element at a time.
+            self.buffer.view(torch.int64).index_fill_(0, self._index(pages), 0)
 
     def poison(self, pages: Sequence[int], fill: Fill, *, seed: int = 0) -> None:
         """Overwrite whole pages with a fill pattern, whoever holds them. The books do not change."""

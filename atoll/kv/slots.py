@@ -134,7 +134,8 @@ class SlotPool:
     def clear(self, slots: Sequence[int]) -> None:
         """Zero whole slots, which is the state of an empty sequence, in one operation on the current stream. The books do not change."""
         if slots:
-            self.buffer.index_fill_(0, self._index(slots), 0)
+            # By words of 8 bytes: the fill takes one element at a time.
+            self.buffer.view(torch.int64).index_fill_(0, self._index(slots), 0)
 
     def check(self, held: Iterable[int] | None = None) -> None:
         """Recount the books from scratch; see SlotLedger.check. Reads no slot, so it does not wait for the device."""
