@@ -49,6 +49,18 @@ def merge_variants(times: Iterable[KernelTime]) -> list[KernelTime]:
 
 
 def short_name(kernel: str) -> str:
-    """A C++ kernel's name without return type, template arguments and parameters; any other name as it is."""
+    """A C++ kernel's name without return type, template arguments and parameters; of a mangled one its outer names; any other name as it is."""
+    if kernel.startswith("_ZN"):
+        kernel = _outer_names(kernel) + (" (grouped)" if "GroupProblemShape" in kernel else "")
     name = kernel.removeprefix("void ")
-    return re.split(r"[<(]", name.replace("(anonymous namespace)", "anonymous"), maxsplit=1)[0].strip() or kernel
+    return re.split(r"[<(](?!grouped)", name.replace("(anonymous namespace)", "anonymous"), maxsplit=1)[0].strip() or kernel
+
+
+def _outer_names(mangled: str) -> str:
+    """The namespaces and the function of an Itanium-mangled name: each is written as its length and itself."""
+    names, rest = [], mangled[3:]
+    while digits := re.match(r"\d+", rest):
+        end = digits.end() + int(digits[0])
+        names.append(rest[digits.end() : end])
+        rest = rest[end:]
+    return "::".join(names)

@@ -146,6 +146,8 @@ def test_the_large_shape_is_refused_on_a_cpu() -> None:
         ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<bool, 1>(int)", "at::native::anonymous::CatArrayBatchedCopy"),
         ("step_delta_kernel", "step_delta_kernel"),
         ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD"),
+        ("_ZN7cutlass13device_kernelIN2at4cuda17GroupProblemShapeEEEvT_", "cutlass::device_kernel (grouped)"),
+        ("_ZN2at4cuda3fooIiEEvT_", "at::cuda::foo"),
         ("<odd>", "<odd>"),
     ],
 )
