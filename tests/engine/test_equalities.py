@@ -157,7 +157,7 @@ def test_control_a_preemption_that_keeps_num_computed_shows(alone: list[list[int
         request.num_computed = computed // 64 * 64  # type: ignore[attr-defined]
 
     monkeypatch.setattr(Scheduler, "_release", forgetful)
-    llm = make_llm(num_pages=10, max_model_len=144, max_num_seqs=6, kv_fill="random")
+    llm = make_llm(num_pages=10, max_model_len=144, max_num_seqs=6, kv_fill="random", prefix_caching=False)
     assert [output.token_ids for output in llm.generate(prompts(12), GREEDY)] != alone
 
 

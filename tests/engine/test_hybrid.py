@@ -17,7 +17,7 @@ from atoll.engine.step import Step
 from atoll.errors import ConfigError, PoolCorruptError
 from atoll.kv import FILLS, SlotLedger, SlotPool
 from atoll.models import LoadedModel, load_model
-from tests.engine.tiny import make_llm, prompts
+from tests.engine.tiny import check_nothing_is_held, make_llm, prompts
 from tests.models.hybrids import CASES
 from tests.models.tiny import make_folder
 
@@ -59,12 +59,6 @@ def tokens(llm: LLM, token_prompts: list[list[int]] = PROMPTS) -> list[list[int]
 def slots_of(llm: LLM) -> SlotPool:
     assert llm.engine.slots is not None
     return llm.engine.slots
-
-
-def check_nothing_is_held(llm: LLM) -> None:
-    llm.engine.pool.check(held=())
-    slots_of(llm).check(held=())
-    assert slots_of(llm).ledger.num_free == slots_of(llm).num_slots
 
 
 def test_the_oracle_is_not_trivial(case: Case) -> None:

@@ -1,0 +1,143 @@
+"""What a request takes from the prefix cache as it is admitted, and leaves in it as it runs; knows no budget, no tensor and no text."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from atoll.engine.placement import Placement
+from atoll.engine.step import StateCopy, Step, StepRow
+from atoll.kv.checkpoint import Checkpoint
+from atoll.kv.prefix import NO_MATCH, Match, PrefixCache
+from atoll.kv.prefix_stats import MissReason
+from atoll.kv.prefix_tree import page_digest, root_digest
+
+if TYPE_CHECKING:
+    from atoll.engine.request import Request
+
+
+@dataclass(eq=False)
+class PrefixUse:
+    """One request's part in the prefix cache."""
+
+    root: bytes  # the name of the empty prefix under the request's salt
+    digests: list[bytes] = field(default_factory=list)  # of its full pages, as far as they were needed yet
+    num_indexed: int = 0  # pages that it has named, or found named
+    wanted: list[int] = field(default_factory=list)  # boundaries ahead at which its prefill pauses
+    match: Match = NO_MATCH  # at its last admission
+    restore: Checkpoint | None = None  # scheduled, not committed
+    reserved: Checkpoint | None = None  # scheduled, not committed
+    rolling: Checkpoint | None = None  # the last one that its next will replace
+    num_cached_tokens: int | None = None  # reused at its first admission; None before that
+    misses: Counter[MissReason] = field(default_factory=Counter)  # the other tokens of its prompt
+
+    @classmethod
+    def of_salt(cls, salt: str | None) -> "PrefixUse":
+        return cls(root_digest(salt))
+
+
+class PrefixReuse:
+    """Joins requests to the prefix cache.
+
+    `begin`, then either `admit` or `release`; for each step `save` and `commit`; `release` whenever the request stops running, between the two as well.
+    """
+
+    def __init__(self, cache: PrefixCache, placement: Placement) -> None:
+        self.cache = cache
+        self._placement = placement
+        self._page_size = placement.page_size
+
+    def begin(self, request: "Request") -> None:
+        """Give a waiting request the pages and the checkpoint of its longest usable prefix."""
+        use = request.prefix
+        if not self.cache.enabled:
+            return
+        self._name_pages(request, request.num_tokens // self._page_size)
+        use.match = self.cache.match(use.digests, request.num_tokens)
+        self.cache.acquire(use.match)
+        request.pages = list(use.match.pages)
+        request.num_computed = use.match.num_tokens
+        use.num_indexed = len(request.pages)
+        use.restore = use.match.checkpoint
+        if self.cache.image_pages:
+            use.wanted = self._placement.in_prefill(len(request.prompt_token_ids), request.num_tokens, use.match)
+            for position in use.wanted:
+                self.cache.expect(self._digest_at(use, position))
+
+    def admit(self, request: "Request", step: Step) -> None:
+        """Note that a request which has begun runs from this step on: its restore is due before its first row."""
+        use, stats = request.prefix, self.cache.stats
+        if use.num_cached_tokens is not None:
+            stats.num_resumed += use.match.num_tokens
+        elif self.cache.enabled:
+            use.num_cached_tokens, use.misses = use.match.num_tokens, use.match.misses
+            stats.num_queries += request.num_tokens
+            stats.num_hits += use.match.num_tokens
+            stats.misses += use.misses
+        if use.restore is not None:
+            assert request.state_slot is not None
+            step.restores.append(StateCopy(request.state_slot, use.restore.pages))
+
+    def save(self, request: "Request", row: StepRow, step: Step) -> None:
+        """Have the state after a row copied to an image, if it is wanted and worth the room."""
+        end = row.start + len(row.token_ids)
+        if not self.cache.image_pages or end % self._page_size:
+            return
+        use = request.prefix
+        if end in use.wanted or (end == request.num_tokens and self._placement.in_decode(end)):
+            self._name_pages(request, end // self._page_size)
+            use.reserved = self.cache.reserve(use.digests[: end // self._page_size])
+            if use.reserved is not None:
+                assert request.state_slot is not None
+                step.saves.append(StateCopy(request.state_slot, use.reserved.pages))
+
+    def commit(self, request: "Request") -> None:
+        """Note that a step has run: name the pages that it filled, publish what it saved, let go of what it restored."""
+        use, num_full = request.prefix, request.num_computed // self._page_size
+        if not self.cache.enabled:
+            return
+        if num_full > use.num_indexed:
+            self._name_pages(request, num_full)
+            self.cache.index(use.root, use.digests, request.pages, use.num_indexed, num_full)
+            use.num_indexed = num_full
+        if use.restore is not None:
+            self.cache.unpin(use.restore, hit=use.restore is not use.rolling)
+            use.restore = None
+        if use.reserved is not None:
+            self._publish(request, use.reserved)
+        while use.wanted and use.wanted[0] <= request.num_computed:
+            self.cache.forget(self._digest_at(use, use.wanted.pop(0)))
+
+    def release(self, request: "Request") -> None:
+        """Take back everything that a request holds; what it left stays in the cache."""
+        use = request.prefix
+        if use.reserved is not None:
+            self.cache.cancel(use.reserved)
+            use.reserved = None
+        if use.restore is not None:
+            self.cache.unpin(use.restore, hit=False)
+            use.restore = None
+        for position in use.wanted:
+            self.cache.forget(self._digest_at(use, position))
+        use.wanted = []
+        use.num_indexed = 0
+        self.cache.release(request.pages)
+        request.pages = []
+        request.num_computed = 0
+
+    def _publish(self, request: "Request", checkpoint: Checkpoint) -> None:
+        use = request.prefix
+        use.reserved = None
+        is_rolling = checkpoint.position not in use.wanted and not self._placement.is_rung(checkpoint.position)
+        if self.cache.publish(checkpoint) and is_rolling:
+            if use.rolling is not None:
+                self.cache.replace(use.rolling)
+            use.rolling = checkpoint
+
+    def _name_pages(self, request: "Request", count: int) -> None:
+        digests = request.prefix.digests
+        for number in range(len(digests), count):
+            parent = digests[-1] if digests else request.prefix.root
+            digests.append(page_digest(parent, request.tokens(number * self._page_size, self._page_size)))
+
+    def _digest_at(self, use: PrefixUse, position: int) -> bytes:
+        return use.digests[position // self._page_size - 1]
