@@ -21,7 +21,7 @@ class PrefixUse:
 
     root: bytes  # the name of the empty prefix under the request's salt
     digests: list[bytes] = field(default_factory=list)  # of its full pages, as far as they were needed yet
-    num_indexed: int = 0  # pages that it has named, or found named
+    num_indexed: int = 0  # of its pages, those that are the tree's too
     wanted: list[int] = field(default_factory=list)  # boundaries ahead at which its prefill pauses
     match: Match = NO_MATCH  # at its last admission
     restore: Checkpoint | None = None  # scheduled, not committed

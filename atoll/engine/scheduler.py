@@ -100,6 +100,14 @@ class Scheduler:
             request.num_computed = row.start + len(row.token_ids)
             self._reuse.commit(request)
 
+    def preempt_latest(self) -> Request:
+        """Stop the request that arrived last among those that run: it waits in front, without pages and slot. Not between a step and its commit."""
+        victim = self.running.pop()
+        self._release(victim)
+        victim.num_preemptions += 1
+        self.waiting.appendleft(victim)
+        return victim
+
     def reset_prefix_cache(self) -> None:
         """Forget every prefix. Raises PoolError while a request runs."""
         self.cache.reset()
@@ -108,7 +116,8 @@ class Scheduler:
         """Recount pages, slots, images and pins over everybody who may hold them. Raises PoolCorruptError at the first disagreement."""
         pages = [page for request in self.running for page in request.pages]
         self.ledger.check([*pages, *self.cache.held_pages()])
-        self.cache.check(Counter(request.prefix.restore for request in self.running if request.prefix.restore is not None))
+        uses = [request.prefix for request in self.running]
+        self.cache.check(Counter(use.restore for use in uses if use.restore is not None), [use.reserved for use in uses if use.reserved is not None])
         if self.slots is not None:
             self.slots.check([request.state_slot for request in self.running if request.state_slot is not None])
 
@@ -146,10 +155,7 @@ class Scheduler:
         """Give `request` the pages for `count` more tokens, preempting if it must; False: it was itself the latest, and was preempted."""
         need = self._pages_for(request.num_computed + count) - len(request.pages)
         while need > self.cache.num_available:
-            victim = self.running.pop()
-            self._release(victim)
-            victim.num_preemptions += 1
-            self.waiting.appendleft(victim)
+            victim = self.preempt_latest()
             step.preempted.append(victim.request_id)
             if victim is request:
                 return False

@@ -1,7 +1,7 @@
 """The prefix cache: which prefixes are computed and still in the pool, what of one can be used, what is evicted; knows no tensor and no request."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from atoll.errors import PoolCorruptError, PoolError
@@ -80,12 +80,10 @@ class PrefixCache:
 
     def acquire(self, match: Match) -> None:
         """Hold a match's pages for a request and pin its checkpoint; `release` and `unpin` undo it."""
-        self.ledger.retain(match.pages)
         for page in match.pages:
             node = self._tree.of_page(page)
-            assert node is not None
-            self._tree.set_held(node, True)
-            self._queue.discard(node)
+            assert node is not None, "nothing was evicted since the match"
+            self._hold(node)
         if match.checkpoint is not None:
             self._pin(match.checkpoint)
 
@@ -128,19 +126,19 @@ class PrefixCache:
         checkpoint = chain[-1].checkpoint if chain else None
         return Match(len(chain) * self._page_size, [node.page for node in chain], checkpoint, num_indexed, +misses)
 
-    def index(self, root: bytes, digests: Sequence[bytes], pages: Sequence[int], first: int, end: int) -> None:
-        """Name a request's pages `first` to `end`, which are full of computed rows and which it has not named yet.
+    def index(self, root: bytes, digests: Sequence[bytes], pages: list[int], first: int, end: int) -> None:
+        """Name a request's pages `first` to `end`, which are full of computed rows; those before are named.
 
-        A page that another request has named already stays this request's own, unnamed. Where a page before `first` has left the tree,
-        this request's own takes its place.
+        Where the tree has a page of that name already, because two requests computed it at the same time or because the state had to be computed again, that
+        page takes the place of the request's own in `pages`: so whoever holds a page of the tree holds its whole prefix, and no page stays because of a twin.
         """
-        if not self.enabled:
-            return
-        while first and digests[first - 1] not in self._tree:
-            first -= 1
         for number in range(first, end):
             digest = digests[number]
-            if digest in self._tree:
+            node = self._tree.get(digest)
+            if node is not None:
+                self._hold(node)
+                self.ledger.release([pages[number]])
+                pages[number] = node.page
                 continue
             node = self._tree.insert(digests[number - 1] if number else root, digest, pages[number], first=not number)
             self.ledger.retain([node.page])
@@ -236,12 +234,15 @@ class PrefixCache:
         for checkpoint in self._reserved.values():
             yield from checkpoint.pages
 
-    def check(self, pins: Mapping[Checkpoint, int] | None = None) -> None:
-        """Recount everything from scratch; `pins`, when given, names every restore that is scheduled. Raises PoolCorruptError at the first disagreement."""
+    def check(self, pins: Mapping[Checkpoint, int], reserved: Collection[Checkpoint]) -> None:
+        """Recount everything from scratch, given the restores and the checkpoints of the step that is scheduled and not committed.
+
+        Raises PoolCorruptError at the first disagreement.
+        """
         self._tree.check()
         checkpoints = [node.checkpoint for node in self._tree if node.checkpoint is not None]
         for node in self._tree:
-            evictable = not (node.is_busy or node.children or node.checkpoint)
+            evictable = not (node.is_held or node.children or node.checkpoint)
             if (node in self._queue) != evictable or node.is_held != (self.ledger.ref_count(node.page) > 1):
                 where = "in" if node in self._queue else "not in"
                 raise PoolCorruptError(f"page {node.page} with {self.ledger.ref_count(node.page)} references is {where} the queue of what may be evicted")
@@ -250,11 +251,13 @@ class PrefixCache:
         for checkpoint in checkpoints:
             if not checkpoint.is_published or (checkpoint in self._queue) != (checkpoint.num_pins == 0):
                 raise PoolCorruptError(f"checkpoint at {checkpoint.position} with {checkpoint.num_pins} pins is wrongly published or queued")
-            if pins is not None and checkpoint.num_pins != pins.get(checkpoint, 0):
+            if checkpoint.num_pins != pins.get(checkpoint, 0):
                 raise PoolCorruptError(f"checkpoint at {checkpoint.position} has {checkpoint.num_pins} pins, its readers count {pins.get(checkpoint, 0)}")
         unpinned = sum(checkpoint.num_pins == 0 for checkpoint in checkpoints)
-        if unpinned != self._num_unpinned or any(checkpoint.is_published for checkpoint in self._reserved.values()):
+        if unpinned != self._num_unpinned:
             raise PoolCorruptError(f"{self._num_unpinned} checkpoints are counted as evictable, {unpinned} are")
+        if set(reserved) != set(self._reserved.values()) or any(checkpoint.is_published for checkpoint in reserved):
+            raise PoolCorruptError(f"{len(self._reserved)} checkpoints are reserved, the step saves {len(reserved)}; one was neither published nor cancelled")
 
     # Eviction.
 
@@ -288,8 +291,13 @@ class PrefixCache:
 
     def _offer(self, node: PrefixNode) -> None:
         """Queue a page for eviction if nothing depends on it."""
-        if not (node.is_busy or node.children or node.checkpoint):
+        if not (node.is_held or node.children or node.checkpoint):
             self._queue.put(node, node.stamp)
+
+    def _hold(self, node: PrefixNode) -> None:
+        self.ledger.retain([node.page])
+        self._tree.set_held(node, True)
+        self._queue.discard(node)
 
     def _pin(self, checkpoint: Checkpoint) -> None:
         if not checkpoint.num_pins:

@@ -32,28 +32,18 @@ class PrefixNode:
     parent: "PrefixNode | None"
     children: dict[bytes, "PrefixNode"] = field(default_factory=dict)
     checkpoint: Checkpoint | None = None  # published, for the boundary after this page
-    is_held: bool = False  # a request holds the page too
-    num_busy_children: int = 0
+    is_held: bool = False  # a request holds the page too, and then every page before it: it cannot be evicted
     stamp: Stamp = (0.0, 0)  # of its last use
-
-    @property
-    def is_busy(self) -> bool:
-        """It, or a page after it, is held: it cannot be evicted."""
-        return self.is_held or self.num_busy_children > 0
 
 
 class PrefixTree:
-    """Nodes by digest. A node's parent is always in the tree, so a prefix is walked from its beginning and ends at the first page that is missing.
-
-    A request may hold a page without holding the tree's page before it: two requests compute the same page at the same time, the first one's enters the
-    tree, and each goes on in its own. So what is evictable is kept per node: a count of busy children, O(1) per change while the nodes above are busy anyway.
-    """
+    """Nodes by digest. A node's parent is always in the tree, so a prefix is walked from its beginning and ends at the first page that is missing."""
 
     def __init__(self) -> None:
         self._nodes: dict[bytes, PrefixNode] = {}
         self._by_page: dict[int, PrefixNode] = {}
         self._roots: dict[bytes, PrefixNode] = {}
-        self.num_idle = 0  # pages of nodes that are not busy: all of them can be evicted, the last of a chain first
+        self.num_idle = 0  # pages that no request holds: all of them can be evicted, the last of a chain first
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -74,27 +64,17 @@ class PrefixTree:
         """Add a page that its request holds; `first`: its parent is a root, made where it is missing. Any other parent is in the tree."""
         assert digest not in self._nodes and page not in self._by_page
         above = self._roots.setdefault(parent, PrefixNode(parent, 0, 0, None)) if first else self._nodes[parent]
-        node = self._nodes[digest] = self._by_page[page] = above.children[digest] = PrefixNode(digest, page, above.depth + 1, above)
-        self.num_idle += 1
-        self.set_held(node, True)
+        node = self._nodes[digest] = self._by_page[page] = above.children[digest] = PrefixNode(digest, page, above.depth + 1, above, is_held=True)
         return node
 
     def set_held(self, node: PrefixNode, is_held: bool) -> None:
         """Note whether a request holds a node's page."""
-        change = is_held - node.is_held
-        was_busy, node.is_held = node.is_busy, is_held
-        at: PrefixNode | None = node
-        while change and at is not None and at.is_busy != was_busy:
-            if at.depth:
-                self.num_idle -= change
-            at = at.parent
-            if at is not None:
-                was_busy = at.is_busy
-                at.num_busy_children += change
+        self.num_idle += node.is_held - is_held
+        node.is_held = is_held
 
     def remove(self, node: PrefixNode) -> None:
-        """Take out a node that is not busy and after which none comes."""
-        assert not node.is_busy and not node.children and node.parent is not None
+        """Take out a node that no request holds and after which none comes."""
+        assert not node.is_held and not node.children and node.parent is not None
         del self._nodes[node.digest], self._by_page[node.page], node.parent.children[node.digest]
         self.num_idle -= 1
         if node.parent.depth == 0 and not node.parent.children:
@@ -107,9 +87,8 @@ class PrefixTree:
                 raise PoolCorruptError(f"page {node.page} at depth {node.depth} is not where its parent and its page say; a node was lost")
             if node.parent.depth and self._nodes.get(node.parent.digest) is not node.parent:
                 raise PoolCorruptError(f"page {node.page} at depth {node.depth} has a parent that left the tree; leaves go first")
-            busy = sum(child.is_busy for child in node.children.values())
-            if busy != node.num_busy_children or node.depth != node.parent.depth + 1:
-                raise PoolCorruptError(f"page {node.page} counts {node.num_busy_children} busy children at depth {node.depth}, {busy} are")
-        idle = sum(not node.is_busy for node in self)
+            if node.depth != node.parent.depth + 1 or (node.is_held and node.parent.depth and not node.parent.is_held):
+                raise PoolCorruptError(f"page {node.page} at depth {node.depth} is held without the page before it; whoever holds a page holds its prefix")
+        idle = sum(not node.is_held for node in self)
         if idle != self.num_idle or len(self._by_page) != len(self._nodes):
             raise PoolCorruptError(f"{self.num_idle} idle pages of {len(self._by_page)} are counted, {idle} of {len(self._nodes)} are in the tree")
