@@ -262,18 +262,17 @@ def test_an_abort_cancels_its_copy(moment: str) -> None:
     e.check_nothing_is_held()
 
 
-def abort_while_a_copy_is_queued() -> None:
+def abort_while_a_copy_is_queued() -> list[int | None]:
     """The second request leaves a state at 20 for the third, but is aborted before the step runs."""
     e = engine("demand")
     e.serve([*tokens_of(1, 20), 0, 1, 2])
     second = e.add([*tokens_of(1, 20), 2, 1, 0])
     e.step(before_run=lambda: e.end(second))
-    for last in (1, 2):
-        e.serve([*tokens_of(1, 20), 1, 1, last])
+    return [cached(e.serve([*tokens_of(1, 20), 1, 1, last])) for last in (1, 2)]
 
 
 def test_a_slot_is_freed_after_its_copy_is_cancelled() -> None:
-    abort_while_a_copy_is_queued()
+    assert abort_while_a_copy_is_queued() == [0, 20]
 
 
 def test_control_a_slot_freed_with_a_copy_queued_shows(monkeypatch: pytest.MonkeyPatch) -> None:
