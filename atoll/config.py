@@ -94,7 +94,7 @@ def make_engine_config(options: dict[str, Any]) -> EngineConfig:
 
 def checkpoint_policies(given: str) -> frozenset[str]:
     """The policies that an option names. Raises ConfigError for one that is unknown."""
-    names = CHECKPOINT_POLICIES if given == "all" else tuple(name.strip() for name in given.split(","))
+    names = CHECKPOINT_POLICIES if given == "all" else tuple(name.strip() for name in str(given).split(","))
     for name in names:
         if name not in CHECKPOINT_POLICIES:
             raise ConfigError(f"checkpoint_policy {name!r} is unknown; use all, or some of {', '.join(CHECKPOINT_POLICIES)}, comma-separated")

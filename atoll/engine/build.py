@@ -140,7 +140,7 @@ def choose_sizes(config: EngineConfig, max_position: int, num_pages: int, image_
 
 
 def choose_num_pages(config: EngineConfig, layout: PageLayout, max_position: int, device: torch.device, slot_layout: SlotLayout | None = None) -> int:
-    """Pages of the pool, the null page included: as asked for, else what max_num_seqs full sequences need, two checkpoints each, within the memory that slots leave."""
+    """Pages of the pool, the null page included: as asked for, else max_num_seqs full sequences of two checkpoints each, within what state slots leave."""
     if config.num_pages is not None:
         return config.num_pages
     if config.kv_memory_bytes is not None:
