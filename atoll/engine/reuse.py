@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from atoll.engine.placement import Placement
-from atoll.engine.step import StateCopy, Step, StepRow
+from atoll.engine.step import StateCopy, Step
 from atoll.kv.checkpoint import Checkpoint
 from atoll.kv.prefix import NO_MATCH, Match, PrefixCache
 from atoll.kv.prefix_stats import MissReason
@@ -77,18 +77,24 @@ class PrefixReuse:
             assert request.state_slot is not None
             step.restores.append(StateCopy(request.state_slot, use.restore.pages))
 
-    def save(self, request: "Request", row: StepRow, step: Step) -> None:
-        """Have the state after a row copied to an image, if it is wanted and worth the room."""
-        end = row.start + len(row.token_ids)
-        if not self.cache.image_pages or end % self._page_size:
+    def save(self, running: list["Request"], step: Step) -> None:
+        """Have states copied to images after the step's rows: those that are wanted, if they are worth the room, the most valuable first."""
+        if not self.cache.image_pages:
             return
-        use = request.prefix
-        if end in use.wanted or (end == request.num_tokens and self._placement.in_decode(end)):
-            self._name_pages(request, end // self._page_size)
-            use.reserved = self.cache.reserve(use.digests[: end // self._page_size])
-            if use.reserved is not None:
+        requests = {request.request_id: request for request in running}
+        found: list[tuple[float, Request, list[bytes]]] = []
+        for row in step.rows:
+            end = row.start + len(row.token_ids)
+            request = requests[row.request_id]
+            if end % self._page_size == 0 and (end in request.prefix.wanted or (end == request.num_tokens and self._placement.in_decode(end))):
+                self._name_pages(request, end // self._page_size)
+                digests = request.prefix.digests[: end // self._page_size]
+                found.append((self.cache.worth(digests), request, digests))
+        for _, request, digests in sorted(found, key=lambda one: -one[0]):
+            request.prefix.reserved = checkpoint = self.cache.reserve(digests)
+            if checkpoint is not None:
                 assert request.state_slot is not None
-                step.saves.append(StateCopy(request.state_slot, use.reserved.pages))
+                step.saves.append(StateCopy(request.state_slot, checkpoint.pages))
 
     def commit(self, request: "Request") -> None:
         """Note that a step has run: name the pages that it filled, publish what it saved, let go of what it restored."""

@@ -83,10 +83,7 @@ class Scheduler:
             position += 1
         if not step.preempted:
             self._admit(budget, step)
-        if self.cache.image_pages:
-            running = {request.request_id: request for request in self.running}
-            for row in step.rows:
-                self._reuse.save(running[row.request_id], row, step)
+        self._reuse.save(self.running, step)
         if self.guard is not None:
             # Last, so that pages which this round released, and perhaps handed out again, are among them.
             step.clears.extend(self.guard.take())

@@ -157,16 +157,23 @@ class PrefixCache:
         if not self._expected[digest]:
             del self._expected[digest]
 
+    def worth(self, digests: Sequence[bytes]) -> float:
+        """Value of a state after the last of these pages; 0: there is one already, or about to be."""
+        node = self._tree.get(digests[-1])
+        if digests[-1] in self._reserved or (node is not None and node.checkpoint is not None):
+            return 0
+        return self._value(map(self._tree.get, reversed(digests)))
+
     def reserve(self, digests: Sequence[bytes]) -> Checkpoint | None:
         """Pages for the state after the last of these pages, evicting only what is worth no more.
 
         None: there is one already, or all that could be evicted is worth more.
         """
-        node = self._tree.get(digests[-1])
-        if not self.image_pages or digests[-1] in self._reserved or (node is not None and node.checkpoint is not None):
+        worth = self.worth(digests)
+        if not worth:
             return None
         # Pages that are worth nothing go first, and then one checkpoint is enough, since all images are of one size: none goes in vain.
-        limit = self._queue.floor + self._value(map(self._tree.get, reversed(digests)))
+        limit = self._queue.floor + worth
         while self.ledger.num_free < self.image_pages:
             if not self._evict(limit):
                 self.stats.num_refused_checkpoints += 1
