@@ -167,6 +167,8 @@ def test_policies_are_named_alone_together_or_all() -> None:
 def test_the_longest_sequence_fits_the_model_and_the_pool() -> None:
     assert choose_max_model_len(EngineConfig(), 2048, 1000) == 2048
     assert choose_max_model_len(EngineConfig(), 2048, 11) == 160
+    assert [choose_max_model_len(EngineConfig(), 2048, 11, image_pages) for image_pages in (1, 5, 6)] == [144, 80, 160]
+    assert choose_max_model_len(EngineConfig(), 2048, 1000, image_pages=5) == 2048
     with pytest.raises(ConfigError, match="max_model_len 4096 is above the model's 2048 positions"):
         choose_max_model_len(EngineConfig(max_model_len=4096), 2048, 1000)
     with pytest.raises(ConfigError, match="max_model_len 200 is above the 160 tokens that a pool of 11 pages holds"):
