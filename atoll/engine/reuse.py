@@ -38,7 +38,8 @@ class PrefixUse:
 class PrefixReuse:
     """Joins requests to the prefix cache.
 
-    `begin`, then either `admit` or `release`; for each step `save` and `commit`; `release` whenever the request stops running, between the two as well.
+    `look_up` changes nothing; `begin` with what it found, then `admit` or `release`; for each step `save` and `commit`; `release` whenever the request stops
+    running, between a step and its commit as well.
     """
 
     def __init__(self, cache: PrefixCache, placement: Placement) -> None:
@@ -46,20 +47,22 @@ class PrefixReuse:
         self._placement = placement
         self._page_size = placement.page_size
 
-    def begin(self, request: "Request") -> None:
-        """Give a waiting request the pages and the checkpoint of its longest usable prefix."""
-        use = request.prefix
+    def look_up(self, request: "Request") -> Match:
+        """The longest usable prefix of a waiting request."""
         if not self.cache.enabled:
-            return
+            return NO_MATCH
         self._name_pages(request, request.num_tokens // self._page_size)
-        use.match = self.cache.match(use.digests, request.num_tokens)
-        self.cache.acquire(use.match)
-        request.pages = list(use.match.pages)
-        request.num_computed = use.match.num_tokens
-        use.num_indexed = len(request.pages)
-        use.restore = use.match.checkpoint
+        return self.cache.match(request.prefix.digests, request.num_tokens)
+
+    def begin(self, request: "Request", match: Match) -> None:
+        """Give a waiting request the pages and the checkpoint of a match that was looked up just now, and decide where it is to leave checkpoints."""
+        use = request.prefix
+        self.cache.acquire(match)
+        request.pages = list(match.pages)
+        request.num_computed = match.num_tokens
+        use.match, use.restore, use.num_indexed = match, match.checkpoint, len(match.pages)
         if self.cache.image_pages:
-            use.wanted = self._placement.in_prefill(len(request.prompt_token_ids), request.num_tokens, use.match)
+            use.wanted = self._placement.in_prefill(len(request.prompt_token_ids), request.num_tokens, match)
             for position in use.wanted:
                 self.cache.expect(self._digest_at(use, position))
 

@@ -36,13 +36,19 @@ class Scheduler:
             )
         if slots is not None and slots.num_slots < config.max_num_seqs:
             raise ConfigError(f"{slots.num_slots} state slots are below max_num_seqs {config.max_num_seqs}; give each running sequence one")
+        if slots is not None and config.image_pages > ledger.num_usable - -(-config.max_model_len // config.page_size):
+            # A request that restores one, and then needs as many pages as a sequence may, would wait for ever.
+            raise ConfigError(
+                f"image_pages {config.image_pages} and max_model_len {config.max_model_len} do not fit in {ledger.num_usable} pages of {config.page_size} "
+                "together; use image_pages 0, or more pages"
+            )
         self.config = config
         self.ledger = ledger
         self.slots = slots  # None: the model keeps no state
         self.guard = guard  # None: attention masks what no sequence owns
         # A prefix of a model with states cannot be used without a checkpoint, so without images nothing is kept.
         enabled = config.prefix_caching and (slots is None or config.image_pages > 0)
-        self.cache = PrefixCache(ledger, config.page_size, image_pages=config.image_pages if slots is not None else 0, enabled=enabled)
+        self.cache = PrefixCache(ledger, config.page_size, image_pages=config.image_pages if enabled and slots is not None else 0, enabled=enabled)
         self._reuse = PrefixReuse(self.cache, Placement(config.page_size, config.checkpoint_interval, config.checkpoint_policies))
         self._step: Step | None = None  # scheduled, not committed
         self.waiting: deque[Request] = deque()  # in order of arrival: preemption takes the latest first and puts it in front
@@ -122,10 +128,13 @@ class Scheduler:
         reserved = sum(self._pages_missing(request) for request in self.running)
         while self.waiting and len(self.running) < self.config.max_num_seqs and budget > 0:
             request = self.waiting[0]
-            self._reuse.begin(request)
-            reserved += self._pages_missing(request)
+            match = self._reuse.look_up(request)
+            reserved += self._pages_missing(request) - len(match.pages)
+            if reserved > self.cache.num_available - match.num_evictable:
+                return
+            self._reuse.begin(request, match)
             count = self._chunk(request, budget)
-            if not count or reserved > self.cache.num_available:
+            if not count:
                 self._reuse.release(request)
                 return
             self.running.append(self.waiting.popleft())

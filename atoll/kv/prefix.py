@@ -22,10 +22,11 @@ class Match:
     pages: list[int]  # of these tokens
     checkpoint: Checkpoint | None  # at their end; None for a model without states, or with num_tokens 0
     num_indexed: int  # tokens whose pages are here, usable or not, but for the last page if it holds the last token
+    num_evictable: int  # pages, those of the checkpoint too, that nobody holds: whoever acquires the match makes them unavailable
     misses: Counter[MissReason]  # the other tokens by reason
 
 
-NO_MATCH = Match(0, [], None, 0, Counter())
+NO_MATCH = Match(0, [], None, 0, 0, Counter())
 
 
 class PrefixCache:
@@ -124,7 +125,10 @@ class PrefixCache:
                 reason = MissReason.EVICTED
             misses[reason] += self._page_size
         checkpoint = chain[-1].checkpoint if chain else None
-        return Match(len(chain) * self._page_size, [node.page for node in chain], checkpoint, num_indexed, +misses)
+        num_evictable = sum(not node.is_held for node in chain)
+        if checkpoint is not None and not checkpoint.num_pins:
+            num_evictable += self.image_pages
+        return Match(len(chain) * self._page_size, [node.page for node in chain], checkpoint, num_indexed, num_evictable, +misses)
 
     def index(self, root: bytes, digests: Sequence[bytes], pages: list[int], first: int, end: int) -> None:
         """Name a request's pages `first` to `end`, which are full of computed rows; those before are named.

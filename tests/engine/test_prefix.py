@@ -8,7 +8,7 @@ import pytest
 from atoll.engine import scheduler
 from atoll.engine.request import Request
 from atoll.engine.step import Step
-from atoll.errors import PoolError
+from atoll.errors import ConfigError, PoolError
 from atoll.kv.prefix import PrefixCache
 from atoll.kv.prefix_stats import MissReason
 from tests.engine.shadow import ShadowEngine, tokens_of
@@ -243,6 +243,15 @@ def test_a_reset_forgets_everything_and_waits_for_nobody() -> None:
     e.run()
     e.check_nothing_is_held()
     assert cached(e.serve(tokens_of(1, 20))) == 0 == cached(request)
+
+
+def test_images_without_room_are_refused() -> None:
+    with pytest.raises(ConfigError, match="image_pages 4 and max_model_len 64 do not fit in 19 pages of 4 together; use image_pages 0, or more pages"):
+        engine(num_pages=20, image_pages=4)
+    # The tightest pool: who restores an image, and fills a whole sequence, is served.
+    e = engine("prompt", num_pages=20, image_pages=3)
+    requests = [e.serve(tokens_of(1, 50), max_tokens=14) for _ in range(2)]
+    assert [cached(request) for request in requests] == [0, 48]
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
