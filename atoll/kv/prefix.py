@@ -278,6 +278,7 @@ class PrefixCache:
         if isinstance(item, Checkpoint):
             self.stats.num_evicted_checkpoints += 1
             self._drop(item)
+            _remember(self._gone_checkpoints, item.digest)
         elif item is not None:
             self.stats.num_evicted_pages += 1
             parent = item.parent
@@ -297,7 +298,6 @@ class PrefixCache:
         self._num_unpinned -= 1
         self._queue.discard(checkpoint)
         self.ledger.release_image(checkpoint.pages)
-        _remember(self._gone_checkpoints, checkpoint.digest)
         self._offer(node)
 
     def _offer(self, node: PrefixNode) -> None:

@@ -102,6 +102,16 @@ def test_warm_in_a_crowd_and_in_chunks_equals_cold_alone(cold: Cold) -> None:
     check_nothing_is_held(llm)
 
 
+@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 3000), (4, 1000), (64, 60)])
+def test_every_page_size_gives_the_same_tokens(cases: dict[str, Case], page_size: int, num_pages: int) -> None:
+    case = cases["qwen3_5"]
+    llm = case.llm(page_size=page_size, num_pages=num_pages)
+    wanted = case.cold("fp32")
+    assert [tokens(llm.generate(case.work, GREEDY)) for _ in range(2)] == [wanted] * 2
+    assert llm.engine.prefix_stats.num_hits > 500
+    check_nothing_is_held(llm)
+
+
 def test_the_next_turn_equals_a_cold_one(cold: Cold) -> None:
     """A request that begins with another's prompt and answer goes on as if that answer had gone on."""
     case, kv_format, wanted = cold
