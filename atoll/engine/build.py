@@ -14,6 +14,7 @@ from atoll.engine.text import Tokenizer
 from atoll.errors import ConfigError
 from atoll.kv.fills import Fill
 from atoll.kv.guard import ReleaseGuard
+from atoll.kv.images import num_image_pages
 from atoll.kv.layout import PageLayout
 from atoll.kv.ledger import NULL_PAGE
 from atoll.kv.pool import PagePool, num_pages_for_bytes
@@ -101,7 +102,7 @@ def choose_image_pages(config: EngineConfig, layout: PageLayout, slot_layout: Sl
     """Pages of one checkpoint; 0: the model keeps no state, or none is to be kept for other requests."""
     if slot_layout is None or not config.prefix_caching or config.state_checkpoint_interval_tokens == 0:
         return 0
-    return -(-slot_layout.slot_bytes // layout.page_bytes)
+    return num_image_pages(slot_layout.slot_bytes, layout.page_bytes)
 
 
 def choose_checkpoint_interval(config: EngineConfig, image_pages: int) -> int:

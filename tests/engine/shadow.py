@@ -1,6 +1,6 @@
 """A runner without a model: it knows which tokens each page row, state slot and image is of, and fails where a step reads what is of others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from atoll.config import SchedulerConfig
@@ -9,6 +9,7 @@ from atoll.engine.reuse import PrefixUse
 from atoll.engine.sampling import SamplingParams
 from atoll.engine.scheduler import Scheduler
 from atoll.engine.step import Step, StepRow
+from atoll.kv.guard import ReleaseGuard
 from atoll.kv.ledger import NULL_PAGE, PageLedger
 from atoll.kv.slot_ledger import SlotLedger
 
@@ -68,29 +69,17 @@ class Shadow:
             self.rows[page * self.page_size + offset] = content
 
 
-class GuardedLedger(PageLedger):
-    """Notes every page that becomes free, as a guard that zeroes pages would."""
-
-    def __init__(self, num_pages: int) -> None:
-        super().__init__(num_pages)
-        self.freed: list[int] = []
-
-    def _free_pages(self, pages: Sequence[int]) -> None:
-        super()._free_pages(pages)
-        self.freed += [page for page in pages if not self.ref_count(page)]
-
-
 class ShadowEngine:
     """A scheduler, its books and a shadow, driven as the engine drives them; checks everything after everything.
 
-    Each step zeroes what was freed before it ran: whoever still counts on a page that was given back reads zeros.
+    The guard is on: whoever still counts on a page that was given back reads zeros.
     """
 
     def __init__(self, num_pages: int = 40, *, num_slots: int | None = 4, image_pages: int = 2, **options: Any) -> None:
         defaults: dict[str, Any] = {"page_size": 4, "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 24, "prefill_grid": 8}
         config = SchedulerConfig(**{**defaults, "prefix_caching": True, "image_pages": image_pages, **options})
-        self.ledger = GuardedLedger(num_pages)
-        self.scheduler = Scheduler(config, self.ledger, SlotLedger(num_slots) if num_slots is not None else None)
+        guard = ReleaseGuard()
+        self.scheduler = Scheduler(config, PageLedger(num_pages, guard.released), SlotLedger(num_slots) if num_slots is not None else None, guard)
         self.shadow = Shadow(config.page_size)
         self.live: dict[int, Request] = {}
         self.finished: list[Request] = []
@@ -109,7 +98,6 @@ class ShadowEngine:
         self.scheduler.check()
         assert step.rows, "a step without rows while there is work"
         assert step.num_tokens <= self.scheduler.config.max_num_batched_tokens
-        step.clears[:], self.ledger.freed = self.ledger.freed, []
         before_run()
         self.shadow.execute(step, self.live)
         before_commit()
