@@ -177,7 +177,8 @@ class Engine:
 
     def _finish(self, generation: _Generation, reason: FinishReason, new: list[int] | None = None) -> StreamPiece:
         request = generation.request
-        self.scheduler.finish(request)
+        # Rows and states behind logits of NaN must not reach another request.
+        self.scheduler.finish(request, discard=reason == "error")
         del self._generations[request.request_id]
         piece = generation.text.finish(may_stop=reason != "abort")
         if generation.text.stopped_by is not None:

@@ -63,15 +63,21 @@ class Scheduler:
         assert 0 < request.num_tokens < self.config.max_model_len
         self.waiting.append(request)
 
-    def finish(self, request: Request) -> None:
-        """Take a request out, wherever it stands, and give its pages and its slot back; a step that is not committed yet names it no more."""
+    def finish(self, request: Request, *, discard: bool = False) -> None:
+        """Take a request out, wherever it stands, and give its pages and its slot back; a step that is not committed yet names it no more.
+
+        `discard`: something is wrong with what it computed or reused, so nobody is to reuse it.
+        """
         if request in self.running:
             self.running.remove(request)
             if self._step is not None:
                 _withdraw(self._step, request)
         else:
             self.waiting.remove(request)
+        pages = request.pages
         self._release(request)
+        if discard:
+            self.cache.discard(pages)
 
     def schedule(self) -> Step:
         """The next step, to be run and committed before another is asked for; never without rows while there is work."""

@@ -98,6 +98,19 @@ class PrefixCache:
                 node.stamp = self._queue.stamp(0 if self.image_pages else self._page_size)
                 self._offer(node)
 
+    def discard(self, pages: Sequence[int]) -> None:
+        """Forget pages that were released, from the last on, as far as nobody holds them and nothing comes after them; their checkpoints too."""
+        for page in reversed(pages):
+            node = self._tree.of_page(page)
+            if node is None:
+                continue
+            if node.is_held or node.children:
+                return
+            if node.checkpoint is not None:
+                self._drop(node.checkpoint)
+            self._queue.discard(node)
+            self._remove(node)
+
     # The tree.
 
     def match(self, digests: Sequence[bytes], num_tokens: int) -> Match:
@@ -281,13 +294,17 @@ class PrefixCache:
             _remember(self._gone_checkpoints, item.digest)
         elif item is not None:
             self.stats.num_evicted_pages += 1
-            parent = item.parent
-            self._tree.remove(item)
-            self.ledger.release([item.page])
+            self._remove(item)
             _remember(self._gone_pages, item.digest)
-            if parent is not None and parent.depth:
-                self._offer(parent)
         return item is not None
+
+    def _remove(self, node: PrefixNode) -> None:
+        """Take the last page of a chain out of the tree, and free it; the page before it may be the next to go."""
+        parent = node.parent
+        self._tree.remove(node)
+        self.ledger.release([node.page])
+        if parent is not None and parent.depth:
+            self._offer(parent)
 
     def _drop(self, checkpoint: Checkpoint) -> None:
         """Take an unpinned checkpoint out, and free its image."""

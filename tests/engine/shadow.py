@@ -111,9 +111,9 @@ class ShadowEngine:
                     self.end(request)
         return step
 
-    def end(self, request: Request) -> None:
-        """Finish or abort a request."""
-        self.scheduler.finish(request)
+    def end(self, request: Request, *, discard: bool = False) -> None:
+        """Finish or abort a request, or fail it."""
+        self.scheduler.finish(request, discard=discard)
         self.scheduler.check()
         assert not request.pages and request.state_slot is None and request.num_computed == 0
         del self.live[request.request_id]

@@ -171,6 +171,15 @@ def test_logits_that_are_not_finite_fail_that_request_alone(caplog: pytest.LogCa
     check_nothing_is_held(llm)
 
 
+def test_what_led_to_nan_is_not_reused() -> None:
+    llm = scripted(page_size=1)
+    [good] = llm.generate([[3, 4, 5, 6]], SamplingParams(temperature=0, max_tokens=3))
+    assert llm.generate([[3, 4, 5, 6]], SamplingParams(temperature=0, max_tokens=3))[0].num_cached_tokens == 3 and good.error is None
+    bad = [llm.generate([[1, 2, 3, 0]], SamplingParams(temperature=0, max_tokens=3))[0] for _ in range(2)]
+    assert [(output.finish_reason, output.num_cached_tokens) for output in bad] == [("error", 0)] * 2
+    check_nothing_is_held(llm)
+
+
 def test_an_empty_prompt_is_a_bos_or_an_error(llm: LLM) -> None:
     [output] = llm.generate("", GREEDY)
     assert output.prompt_token_ids == [BOS]

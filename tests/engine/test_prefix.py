@@ -234,6 +234,21 @@ def test_a_request_needs_no_free_pages_for_what_it_shares() -> None:
     e.run()
 
 
+@pytest.mark.parametrize("options", [PLAIN, {}], ids=["plain", "hybrid"])
+def test_what_a_failed_request_computed_is_not_reused(options: dict[str, Any]) -> None:
+    e = engine("prompt", "end", **options)
+    e.serve(tokens_of(1, 20))
+    other = e.add([*tokens_of(1, 20), 0, 0, 0, 0, 0], max_tokens=30)
+    failed = e.add([*tokens_of(1, 20), 2, 2, 2, 2, 2], max_tokens=30)
+    for _ in range(12):
+        e.step()
+    e.end(failed, discard=True)
+    # What the other one holds stays, and is right as far as anybody knows.
+    assert cached(e.serve([*tokens_of(1, 20), 2, 2, 2, 2, 2])) == (20 if e.scheduler.slots is None else 16) and not other.num_preemptions
+    e.run()
+    e.check_nothing_is_held()
+
+
 def test_a_reset_forgets_everything_and_waits_for_nobody() -> None:
     e = engine("prompt")
     request = e.add(tokens_of(1, 20))
