@@ -177,8 +177,9 @@ def restored_into_the_wrong_slot(patch: pytest.MonkeyPatch) -> None:
     admit = PrefixReuse.admit
 
     def neighbour(self: PrefixReuse, request: Request, step: Step) -> None:
+        known = len(step.restores)
         admit(self, request, step)
-        step.restores[:] = [StateCopy((copy.state_slot + 1) % 4, copy.pages) for copy in step.restores]
+        step.restores[known:] = [StateCopy((copy.state_slot + 1) % 4, copy.pages) for copy in step.restores[known:]]
 
     patch.setattr(PrefixReuse, "admit", neighbour)
 
