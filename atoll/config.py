@@ -9,6 +9,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_FORMAT_OPTIONS = ("auto", "fp32", "bf16", "fp16", "fp8_tensor", "fp8_token")  # "auto" and atoll.ops.quant.formats.KV_FORMATS, without its torch
 KV_FILLS = ("zero", "nan", "0x7f", "inf", "max", "random")  # atoll.kv.FILLS, without its torch
+CHECKPOINT_POLICIES = ("ladder", "prompt", "demand", "end")  # atoll.engine.placement says what each is
 MAX_PAGE_SIZE = 1024  # tokens; as in atoll.ops.attention.spec
 GUARDS = ("auto", "on", "off")
 PREFILL_GRID = 64  # tokens; the chunk of the gated delta rule, so that one grid fits every layer
@@ -34,6 +35,11 @@ class EngineConfig:
     attention_backend: str = "auto"
     guard: str = "auto"  # zero released pages before they are read again; auto: on where the attention backend does not mask unowned rows
     cuda_graphs: bool = True  # replay steps that only decode; no effect on cpu
+    prefix_caching: bool = True  # keep the pages, and for a hybrid model the states, of prefixes for requests that begin alike
+    # Tokens between the ladder's checkpoints, rounded up to whole pages and to the prefill grid; 0: no checkpoints at all, so no reuse for a hybrid model;
+    # -1: no ladder; None: as many as the rows that fill an image's pages, so that a ladder takes no more room than the rows it stands on, and 1024 at least.
+    state_checkpoint_interval_tokens: int | None = None
+    checkpoint_policy: str = "all"  # where states are kept: all, or some of CHECKPOINT_POLICIES, comma-separated
     seed: int = 0  # for requests without a seed of their own
 
     def __post_init__(self) -> None:
@@ -53,6 +59,10 @@ class EngineConfig:
         if self.num_pages is not None and self.kv_memory_bytes is not None:
             raise ConfigError(f"num_pages {self.num_pages} and kv_memory_bytes {self.kv_memory_bytes} are both given; give one of them")
         _check_step_budget(self.max_num_batched_tokens, self.max_num_seqs, PREFILL_GRID)
+        interval = self.state_checkpoint_interval_tokens
+        if interval is not None and interval < -1:
+            raise ConfigError(f"state_checkpoint_interval_tokens {interval} is below -1; give a number of tokens, 0 for no checkpoints, or -1 for no ladder")
+        checkpoint_policies(self.checkpoint_policy)
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,11 @@ class SchedulerConfig:
     max_model_len: int  # tokens of one sequence, prompt and output; the pool holds at least one such sequence
     max_num_seqs: int = 64  # sequences in one step
     max_num_batched_tokens: int = 2048  # tokens in one step
-    prefill_grid: int = PREFILL_GRID  # tokens; a chunk ends on a multiple of it, unless it ends the sequence
+    prefill_grid: int = PREFILL_GRID  # tokens; a chunk ends on a multiple of it, unless it ends the sequence or where a checkpoint is wanted
+    prefix_caching: bool = False
+    image_pages: int = 0  # pages of one checkpoint; 0: the model keeps no state, or no checkpoint of it
+    checkpoint_interval: int = -1  # tokens between the ladder's checkpoints, a multiple of page_size; -1: no ladder
+    checkpoint_policies: frozenset[str] = frozenset(CHECKPOINT_POLICIES)
 
     def __post_init__(self) -> None:
         _check_step_budget(self.max_num_batched_tokens, self.max_num_seqs, self.prefill_grid)
@@ -76,6 +90,15 @@ def make_engine_config(options: dict[str, Any]) -> EngineConfig:
         if name not in known:
             raise ConfigError(f"option {name!r} is unknown; use one of {', '.join(known)}")
     return EngineConfig(**options)
+
+
+def checkpoint_policies(given: str) -> frozenset[str]:
+    """The policies that an option names. Raises ConfigError for one that is unknown."""
+    names = CHECKPOINT_POLICIES if given == "all" else tuple(name.strip() for name in str(given).split(","))
+    for name in names:
+        if name not in CHECKPOINT_POLICIES:
+            raise ConfigError(f"checkpoint_policy {name!r} is unknown; use all, or some of {', '.join(CHECKPOINT_POLICIES)}, comma-separated")
+    return frozenset(names)
 
 
 def _check_integers(config: EngineConfig) -> None:

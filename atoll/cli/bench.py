@@ -261,8 +261,75 @@ def _names(given: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in given.split(","))
 
 
-def _numbers(option: str, given: str) -> tuple[int, ...]:
+@bench_app.command("reuse")
+def bench_reuse(
+    model: Annotated[str | None, typer.Option(help="Also time the first token, warm and cold, with this model.", show_default="no model, no times")] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens per page, a power of two.")] = 16,
+    image_pages: Annotated[int | None, typer.Option(help="Pages of one state; 0: none.", min=0, show_default="the model's, else a 35B hybrid's")] = None,
+    num_pages: Annotated[int, typer.Option(help="Pages of the pool; few make it evict.", min=2)] = 50_000,
+    shifts: Annotated[str, typer.Option(help="Tokens by which prompts are longer, comma-separated.")] = "0,1,7,16,33,50,64,77,100",
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the timed prompt, at most.", min=2)] = 2000,
+    rounds: Annotated[int, typer.Option(help="Timed rounds; the median counts.", min=1)] = 5,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Append rows to this JSONL file.", show_default=False)] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to note in rows.", show_default="the checkout's")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON lines on stdout.")] = False,
+) -> None:
+    """Count what is reused of prompts in a chat, with a shared prefix and of a repeated prompt, by checkpoint policy, against the ideal."""
+    lengths = _numbers("--shifts", shifts, least=0)
+    make_engine_config({"device": device, "page_size": page_size})
+    from dataclasses import asdict
+
+    from atoll.bench.reuse import IMAGE_PAGES, ReuseOptions, report_lines, run_reuse
+    from atoll.bench.rows import append_jsonl, check_writable, environment
+    from atoll.engine.build import choose_checkpoint_interval
+
+    target = torch_device(device)
+    if out is not None:
+        check_writable(out)
+    found: list[dict[str, object]] = []
+    if model is not None:
+        timed, own_image_pages = _time_first_token(model, page_size, prompt_tokens, rounds, device)
+        image_pages = own_image_pages if image_pages is None else image_pages
+        found.append(timed)
+    image_pages = IMAGE_PAGES if image_pages is None else image_pages
+    interval = choose_checkpoint_interval(make_engine_config({"page_size": page_size}), image_pages)
+    rows = list(run_reuse(ReuseOptions(page_size, image_pages, num_pages, interval), shifts=lengths))
+    env = environment(target, commit)
+    found = [one | asdict(env) for one in [*found, *(asdict(row) | {"of_ideal": row.of_ideal} for row in rows)]]
+    if out is not None:
+        append_jsonl(out, found)
+    if as_json:
+        for one in found:
+            write_json(one)
+    for line in report_lines(rows):
+        typer.echo(line, err=as_json)
+
+
+def _time_first_token(model: str, page_size: int, prompt_tokens: int, rounds: int, device: str) -> tuple[dict[str, object], int]:
+    """The timed row, and the pages of one of the model's states."""
+    from dataclasses import asdict
+
+    from atoll import LLM
+    from atoll.bench.engine import PROMPT
+    from atoll.bench.reuse import time_first_token
+
+    llm = LLM(model, device=device, page_size=page_size, max_num_seqs=1)
+    once = llm.engine.tokenizer.encode(PROMPT)
+    count = min(prompt_tokens, llm.engine.scheduler.config.max_model_len - 1)
+    row = time_first_token(llm, model, (once * -(-count // len(once)))[:count], rounds)
+    cold, warm = (sorted(times)[len(times) // 2] for times in (row.cold_s, row.warm_s))
+    typer.echo(
+        f"first token of {row.prompt_tokens} with {model}: cold {cold * 1e3:.1f} ms, warm {warm * 1e3:.1f} ms ({row.speedup:.1f} times), "
+        f"{row.reused_tokens} reused",
+        err=True,
+    )
+    return asdict(row) | {"speedup": row.speedup}, llm.engine.scheduler.config.image_pages
+
+
+def _numbers(option: str, given: str, *, least: int = 1) -> tuple[int, ...]:
     parts = [part.strip() for part in given.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigError(f"{option} {given!r} is not a list of positive numbers; write for example 1,16")
+    if not all(part.isascii() and part.isdecimal() and int(part) >= least for part in parts):
+        kind = "positive numbers" if least else "numbers that are not negative"
+        raise ConfigError(f"{option} {given!r} is not a list of {kind}; write for example {least},16")
     return tuple(int(part) for part in parts)

@@ -38,6 +38,11 @@ def generate(
     num_pages: Annotated[int | None, typer.Option(help="Pages of the pool.", show_default="from the memory at hand")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and output together, at most.", show_default="what model and pool allow")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Prompts that run at once.")] = EngineConfig.max_num_seqs,
+    prefix_caching: Annotated[bool, typer.Option(help="Reuse what prompts have in common.")] = EngineConfig.prefix_caching,
+    state_checkpoint_interval_tokens: Annotated[
+        int | None, typer.Option(help="Of a hybrid model: tokens between kept states; 0: keep none, -1: no ladder.", show_default="from the state's size")
+    ] = None,
+    checkpoint_policy: Annotated[str, typer.Option(help="Where states are kept: all, or some of ladder,prompt,demand,end.")] = EngineConfig.checkpoint_policy,
     attention_backend: Annotated[str, typer.Option(help="auto, triton, reference, flashinfer_xqa, flashinfer_tensor_cores, leaky.")] = "auto",
     guard: Annotated[str, typer.Option(help="Zero released pages: on, off, or auto, which is on where attention does not mask unowned rows.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
@@ -55,6 +60,9 @@ def generate(
         "num_pages": num_pages,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
+        "prefix_caching": prefix_caching,
+        "state_checkpoint_interval_tokens": state_checkpoint_interval_tokens,
+        "checkpoint_policy": checkpoint_policy,
         "attention_backend": attention_backend,
         "guard": guard,
         "device": device,
@@ -131,6 +139,7 @@ def _stream_json(pieces: "Iterable[StreamPiece]", texts: list[str]) -> "list[Req
                 "error": output.error,
                 "prompt_token_ids": output.prompt_token_ids,
                 "token_ids": output.token_ids,
+                "num_cached_tokens": output.num_cached_tokens,
             }
         )
     return outputs

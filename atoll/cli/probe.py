@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from atoll.cli.base import EXIT_ERROR, EXIT_FOUND, fail, stderr_console, stdout_console, torch_device, write_json
-from atoll.config import make_engine_config
+from atoll.config import EngineConfig, make_engine_config
 from atoll.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -201,6 +201,9 @@ def probe_engine(
     max_tokens: Annotated[int, typer.Option(help="Tokens generated per prompt, at most.", min=1)] = 32,
     kv_format: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "auto",
     page_size: Annotated[int, typer.Option(help="Tokens per page, a power of two.")] = 16,
+    num_pages: Annotated[int | None, typer.Option(help="Pages of the pool; few make it evict.", show_default="from the memory at hand")] = None,
+    prefix_caching: Annotated[bool, typer.Option(help="Reuse what prompts have in common.")] = EngineConfig.prefix_caching,
+    checkpoint_policy: Annotated[str, typer.Option(help="Where states are kept: all, or some of ladder,prompt,demand,end.")] = EngineConfig.checkpoint_policy,
     attention_backend: Annotated[str, typer.Option(help="auto, triton, reference, flashinfer_xqa, flashinfer_tensor_cores, leaky.")] = "auto",
     guard: Annotated[str, typer.Option(help="Zero released pages: on, off, or auto, which is on where attention does not mask unowned rows.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
@@ -208,9 +211,12 @@ def probe_engine(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Generate greedily from a zero-filled pool and from a poisoned one: same tokens, or the first difference and exit code 1."""
-    options = {
+    options: dict[str, object] = {
         "kv_format": kv_format,
         "page_size": page_size,
+        "num_pages": num_pages,
+        "prefix_caching": prefix_caching,
+        "checkpoint_policy": checkpoint_policy,
         "attention_backend": attention_backend,
         "guard": guard,
         "device": device,

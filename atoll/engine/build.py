@@ -7,13 +7,14 @@ from typing import cast
 
 import torch
 
-from atoll.config import EngineConfig, SchedulerConfig
+from atoll.config import PREFILL_GRID, EngineConfig, SchedulerConfig, checkpoint_policies
 from atoll.engine.engine import Engine
 from atoll.engine.runner import Runner, RunnerConfig
 from atoll.engine.text import Tokenizer
 from atoll.errors import ConfigError
 from atoll.kv.fills import Fill
 from atoll.kv.guard import ReleaseGuard
+from atoll.kv.images import num_image_pages
 from atoll.kv.layout import PageLayout
 from atoll.kv.ledger import NULL_PAGE
 from atoll.kv.pool import PagePool, num_pages_for_bytes
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 # For pages and state slots together:
 CPU_POOL_BYTES = 2 * 2**30  # at most; and a quarter of the machine's memory
 GPU_POOL_SHARE = 0.85  # of what is free once the weights are loaded: the rest is for activations, logits and graphs
+
+MIN_LADDER_TOKENS = 1024  # below it the pauses of the prefill cost more than the tokens that a sequence which leaves another computes again
 
 
 def choose_device(name: str) -> torch.device:
@@ -64,12 +67,7 @@ def make_engine(model: Model | HybridModel, shape: ModelConfig, tokenizer: Token
     layout = PageLayout(shape.num_attention_layers, shape.num_kv_heads, shape.head_dim, config.page_size, kv_format)
     slot_layout = make_slot_layout(shape, model.dtype)
     num_pages = choose_num_pages(config, layout, shape.max_position, model.device, slot_layout)
-    sizes = SchedulerConfig(
-        page_size=config.page_size,
-        max_model_len=choose_max_model_len(config, shape.max_position, num_pages),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-    )
+    sizes = choose_sizes(config, shape.max_position, num_pages, choose_image_pages(config, layout, slot_layout))
     guard = make_guard(config, num_pages, masks=masks)
     pool = PagePool(layout, num_pages, model.device, cast(Fill, config.kv_fill), on_free=guard.released if guard is not None else None)
     if guard is not None:
@@ -100,14 +98,56 @@ def make_slot_layout(shape: ModelConfig, dtype: torch.dtype) -> SlotLayout | Non
     return SlotLayout(len(shape.linear_layers), DeltaSpec(delta.num_k_heads, delta.num_v_heads, delta.k_head_dim, delta.v_head_dim, delta.conv_width, dtype))
 
 
+def choose_image_pages(config: EngineConfig, layout: PageLayout, slot_layout: SlotLayout | None) -> int:
+    """Pages of one checkpoint; 0: the model keeps no state, or none is to be kept for other requests."""
+    if slot_layout is None or not config.prefix_caching or config.state_checkpoint_interval_tokens == 0:
+        return 0
+    return num_image_pages(slot_layout.slot_bytes, layout.page_bytes)
+
+
+def choose_checkpoint_interval(config: EngineConfig, image_pages: int) -> int:
+    """Tokens between the ladder's checkpoints, whole pages that end on the prefill grid, so that they cut no chunk off it; -1: no ladder."""
+    interval = config.state_checkpoint_interval_tokens
+    if interval is None:
+        interval = max(MIN_LADDER_TOKENS, image_pages * config.page_size)
+    if interval <= 0:
+        return -1
+    unit = max(config.page_size, PREFILL_GRID)
+    return -(-interval // unit) * unit
+
+
+def choose_sizes(config: EngineConfig, max_position: int, num_pages: int, image_pages: int) -> SchedulerConfig:
+    """All that the scheduler must know. A pool that cannot hold a full sequence and one checkpoint keeps no checkpoint, and says so."""
+    max_model_len = choose_max_model_len(config, max_position, num_pages, image_pages)
+    if image_pages and num_pages - 1 < image_pages + -(-max_model_len // config.page_size):
+        log.warning(
+            "prefixes are not reused: a sequence of max_model_len %d tokens and one state of %d pages do not fit in %d pages together; "
+            "raise num_pages or kv_memory_bytes, or lower max_model_len",
+            max_model_len,
+            image_pages,
+            num_pages - 1,
+        )
+        image_pages = 0
+    return SchedulerConfig(
+        page_size=config.page_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        prefix_caching=config.prefix_caching,
+        image_pages=image_pages,
+        checkpoint_interval=choose_checkpoint_interval(config, image_pages),
+        checkpoint_policies=checkpoint_policies(config.checkpoint_policy),
+    )
+
+
 def choose_num_pages(config: EngineConfig, layout: PageLayout, max_position: int, device: torch.device, slot_layout: SlotLayout | None = None) -> int:
-    """Pages of the pool, the null page included: as asked for, else what max_num_seqs full sequences need, within the memory that state slots leave."""
+    """Pages of the pool, the null page included: as asked for, else max_num_seqs full sequences of two checkpoints each, within what state slots leave."""
     if config.num_pages is not None:
         return config.num_pages
     if config.kv_memory_bytes is not None:
         return num_pages_for_bytes(layout, config.kv_memory_bytes)
     longest = config.max_model_len or max_position
-    useful = 1 + config.max_num_seqs * -(-longest // config.page_size)
+    useful = 1 + config.max_num_seqs * (-(-longest // config.page_size) + 2 * choose_image_pages(config, layout, slot_layout))
     budget_bytes = _memory_budget_bytes(device)
     if slot_layout is not None:
         slots_bytes = config.max_num_seqs * slot_layout.slot_bytes
@@ -120,11 +160,15 @@ def choose_num_pages(config: EngineConfig, layout: PageLayout, max_position: int
     return min(useful, num_pages_for_bytes(layout, budget_bytes))
 
 
-def choose_max_model_len(config: EngineConfig, max_position: int, num_pages: int) -> int:
-    """Tokens of the longest sequence. A given length that the model or the pool cannot hold is an error; left open, it is the lower of the two."""
+def choose_max_model_len(config: EngineConfig, max_position: int, num_pages: int, image_pages: int = 0) -> int:
+    """Tokens of the longest sequence. A given length that the model or the pool cannot hold is an error; left open, it is the lower of the two.
+
+    Left open, it leaves room for one checkpoint where that takes at most half of the pool: without it no prefix could be reused.
+    """
     capacity = (num_pages - 1) * config.page_size
     if config.max_model_len is None:
-        return min(max_position, capacity)
+        room = image_pages if 2 * image_pages <= num_pages - 1 else 0
+        return min(max_position, capacity - room * config.page_size)
     if config.max_model_len > max_position:
         raise ConfigError(f"max_model_len {config.max_model_len} is above the model's {max_position} positions; use {max_position} or less")
     if config.max_model_len > capacity:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from atoll.config import SchedulerConfig
 from atoll.engine.output import FinishReason, RequestOutput, StreamPiece, TokenLogprobs
 from atoll.engine.request import Request
+from atoll.engine.reuse import PrefixUse
 from atoll.engine.runner import Runner
 from atoll.engine.sampler import SampledToken, request_seed
 from atoll.engine.sampling import SamplingParams
@@ -14,6 +15,7 @@ from atoll.engine.text import TextStream, Tokenizer
 from atoll.errors import RequestError
 from atoll.kv.guard import ReleaseGuard
 from atoll.kv.pool import PagePool
+from atoll.kv.prefix_stats import PrefixStats
 from atoll.kv.slots import SlotPool
 
 log = logging.getLogger(__name__)
@@ -66,7 +68,7 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def check(self, token_ids: list[int], params: SamplingParams) -> None:
+    def check_request(self, token_ids: list[int], params: SamplingParams, cache_salt: str | None = None) -> None:
         """Raise RequestError for a prompt that this engine cannot take."""
         limit = self.scheduler.config.max_model_len
         if not token_ids:
@@ -82,10 +84,30 @@ class Engine:
         for token_id in params.stop_token_ids:
             if token_id >= self.vocab_size:
                 raise RequestError(f"stop token id {token_id} is outside the vocabulary's 0 to {self.vocab_size - 1}; use ids of this model's tokenizer")
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise RequestError(f"cache_salt {cache_salt!r} is not a non-empty string; give one, or None to share prefixes with all who give none")
 
-    def add(self, token_ids: list[int], params: SamplingParams, *, prompt: str | None = None, index: int = 0) -> int:
-        """Queue a request; returns its id. Output that would pass max_model_len is cut there, with finish_reason "length"."""
-        self.check(token_ids, params)
+    def check(self) -> None:
+        """Recount every page, slot and pin. Raises PoolCorruptError at the first disagreement."""
+        self.scheduler.check()
+
+    @property
+    def prefix_stats(self) -> PrefixStats:
+        """What the prefix cache has spared so far."""
+        return self.scheduler.cache.stats
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every prefix, so that all pages are free; the statistics go on. Raises RequestError while a request waits or runs."""
+        if self.has_work:
+            raise RequestError(f"{len(self._generations)} requests wait or run, 0 is the limit for a reset of the prefix cache; let them end, or abort them")
+        self.scheduler.reset_prefix_cache()
+
+    def add(self, token_ids: list[int], params: SamplingParams, *, prompt: str | None = None, index: int = 0, cache_salt: str | None = None) -> int:
+        """Queue a request; returns its id. Output that would pass max_model_len is cut there, with finish_reason "length".
+
+        Requests reuse each other's prefixes only under the same `cache_salt`.
+        """
+        self.check_request(token_ids, params, cache_salt)
         request_id = self._next_id
         self._next_id += 1
         eos = () if params.ignore_eos else self.tokenizer.eos_token_ids
@@ -96,6 +118,7 @@ class Engine:
             seed=params.seed if params.seed is not None else request_seed(self._seed, request_id),
             max_tokens=min(params.max_tokens, self.scheduler.config.max_model_len - len(token_ids)),
             stop_token_ids=frozenset(eos) | frozenset(params.stop_token_ids),
+            prefix=PrefixUse.of_salt(cache_salt),
         )
         self._generations[request_id] = _Generation(request, prompt, index, TextStream(self.tokenizer.detokenizer(), params.stop), [])
         self.scheduler.add(request)
@@ -154,7 +177,8 @@ class Engine:
 
     def _finish(self, generation: _Generation, reason: FinishReason, new: list[int] | None = None) -> StreamPiece:
         request = generation.request
-        self.scheduler.finish(request)
+        # Rows and states behind logits of NaN must not reach another request.
+        self.scheduler.finish(request, discard=reason == "error")
         del self._generations[request.request_id]
         piece = generation.text.finish(may_stop=reason != "abort")
         if generation.text.stopped_by is not None:
@@ -171,12 +195,12 @@ class Engine:
             error=generation.error,
             logprobs=generation.logprobs if request.params.logprobs is not None else None,
             num_preemptions=request.num_preemptions,
+            num_cached_tokens=request.prefix.num_cached_tokens or 0,
+            prefix_misses=dict(request.prefix.misses),
         )
         return StreamPiece(request.request_id, generation.index, piece, new or [], output)
 
     def _check_idle(self) -> None:
         if not self.has_work:
-            # No request is left, so no page and no slot may be held: a recount finds one that was lost.
-            self.pool.check(held=())
-            if self.slots is not None:
-                self.slots.check(held=())
+            # No request is left, so no slot may be held, and no page but those of the prefix cache: a recount finds one that was lost.
+            self.check()

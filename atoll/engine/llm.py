@@ -30,7 +30,7 @@ class LLM:
 
     `options` are the fields of atoll.config.EngineConfig. A bad prompt raises RequestError before any of the call's prompts is started; what goes wrong
     with one request later is told in its own output (finish_reason "error"), and the others go on. However a call ends, KeyboardInterrupt included, its
-    requests are gone and every page is free again.
+    requests are gone, and every page is free again or kept for a prefix.
 
     Raises ConfigError for a bad option, ModelError for a model that is missing or unsupported.
     """
@@ -51,12 +51,16 @@ class LLM:
         llm.engine = make_engine(loaded.model, loaded.config, loaded.tokenizer, make_engine_config(options))
         return llm
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *, cache_salt: str | None = None
+    ) -> list[RequestOutput]:
         """Complete each prompt; outputs in the order of the prompts.
 
-        A prompt is text or a list of token ids; `params` is one for all, or one per prompt; None: the defaults of SamplingParams.
+        A prompt is text or a list of token ids; `params` is one for all, or one per prompt; None: the defaults of SamplingParams. Prefixes are reused only
+        between calls with the same `cache_salt`.
         """
-        outputs = {piece.index: piece.output for piece in self.generate_stream(prompts, params) if piece.output is not None}
+        pieces = self.generate_stream(prompts, params, cache_salt=cache_salt)
+        outputs = {piece.index: piece.output for piece in pieces if piece.output is not None}
         return [outputs[index] for index in sorted(outputs)]
 
     def chat(self, messages: list[Message] | list[list[Message]], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[RequestOutput]:
@@ -72,20 +76,26 @@ class LLM:
             _check_conversation(conversation)
         return [self.engine.tokenizer.apply_chat_template(conversation) for conversation in conversations]
 
-    def generate_stream(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> Iterator[StreamPiece]:
+    def generate_stream(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *, cache_salt: str | None = None
+    ) -> Iterator[StreamPiece]:
         """As generate, piece by piece: a prompt's pieces, joined, are its output's text. Closing the iterator aborts what is left."""
         work = self._tokenize(prompts, params)
         # Checked here and not in the generator, so that a mistake is raised by the call itself.
         for token_ids, _, one_params in work:
-            self.engine.check(token_ids, one_params)
-        return self._stream(work)
+            self.engine.check_request(token_ids, one_params, cache_salt)
+        return self._stream(work, cache_salt)
 
-    def _stream(self, work: list[tuple[list[int], str | None, SamplingParams]]) -> Iterator[StreamPiece]:
+    def reset_prefix_cache(self) -> None:
+        """Forget every prefix that could be reused, so that all pages are free. Raises RequestError while a call still generates."""
+        self.engine.reset_prefix_cache()
+
+    def _stream(self, work: list[tuple[list[int], str | None, SamplingParams]], cache_salt: str | None) -> Iterator[StreamPiece]:
         if self.engine.has_work:
             raise RequestError("this LLM is still generating for an earlier call; use up or close that iterator first")
         try:
             for index, (token_ids, prompt, params) in enumerate(work):
-                self.engine.add(token_ids, params, prompt=prompt, index=index)
+                self.engine.add(token_ids, params, prompt=prompt, index=index, cache_salt=cache_salt)
             while self.engine.has_work:
                 yield from self.engine.step()
         finally:

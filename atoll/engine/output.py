@@ -1,7 +1,9 @@
 """What a caller gets back for a request, whole or piece by piece; knows no tensor."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from atoll.kv.prefix_stats import MissReason
 
 FinishReason = Literal["stop", "length", "error", "abort"]
 
@@ -29,6 +31,8 @@ class RequestOutput:
     error: str | None = None  # what went wrong, for finish_reason "error"
     logprobs: list[TokenLogprobs] | None = None  # one per generated token, when asked for
     num_preemptions: int = 0
+    num_cached_tokens: int = 0  # of the prompt, reused and not computed when the request was first admitted
+    prefix_misses: dict[MissReason, int] = field(default_factory=dict)  # the prompt's other tokens by reason; empty without prefix caching
 
 
 @dataclass(frozen=True, slots=True)

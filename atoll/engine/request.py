@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, field
 
+from atoll.engine.reuse import PrefixUse
 from atoll.engine.sampling import SamplingParams
 from atoll.engine.step import SampleTask
 
 
 @dataclass(eq=False)
 class Request:
-    """Prompt and output are one sequence of tokens; a preemption only sets `num_computed` back to 0."""
+    """Prompt and output are one sequence of tokens; a preemption only sets `num_computed` back, to 0 until it is admitted again."""
 
     request_id: int  # also the order of arrival
     prompt_token_ids: list[int]
@@ -21,6 +22,7 @@ class Request:
     state_slot: int | None = None  # held while it runs, where the model keeps a state
     num_computed: int = 0  # tokens whose keys and values lie in `pages`, and which the state has seen
     num_preemptions: int = 0
+    prefix: PrefixUse = field(default_factory=lambda: PrefixUse.of_salt(None))  # its part in the prefix cache
 
     @property
     def num_tokens(self) -> int:

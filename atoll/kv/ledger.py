@@ -16,6 +16,7 @@ class PageClass(StrEnum):
     NULL = "null"
     FREE = "free"
     KV = "kv"  # held by reference count
+    IMAGE = "image"  # one of the pages of a page image: one holder, given back with all the others
 
 
 def check_num_pages(num_pages: int) -> None:
@@ -29,7 +30,8 @@ def check_num_pages(num_pages: int) -> None:
 class PageLedger:
     """Who holds which of `num_pages` pages.
 
-    A new page has one reference; `retain` adds one, `release` takes one away, and the last release frees the page.
+    A new kv page has one reference; `retain` adds one, `release` takes one away, and the last release frees the page. The pages of an image have one reference
+    each and are neither retained nor released one by one: `allocate_image` and `release_image` move all of them.
     Every call checks all its arguments first, so a call that raises has changed nothing. Each costs O(1) per page named.
     The same calls give the same page ids.
 
@@ -44,6 +46,7 @@ class PageLedger:
         # The class follows from the other two tables; it is kept apart so that check() has two accounts to compare.
         self._classes: list[PageClass] = [PageClass.NULL] + [PageClass.FREE] * (num_pages - 1)
         self._ref_counts: list[int] = [0] * num_pages
+        self._images: dict[int, tuple[int, ...]] = {}  # an image's first page -> all of its pages, in order
         # A stack, next page last. Nothing in a free page is worth keeping, so the page touched last goes out first: its lines are warmest, and a pool larger
         # than its traffic leaves the rest of its memory alone. (Pages that are worth keeping would want the opposite order, and a queue of their own.)
         self._free: list[int] = list(range(num_pages - 1, NULL_PAGE, -1))
@@ -72,10 +75,31 @@ class PageLedger:
         return self._ref_counts[page]
 
     def allocate(self, num_pages: int) -> list[int]:
-        """Hand out `num_pages` free pages, each with one reference: all of them, or none.
+        """Hand out `num_pages` free pages for rows, each with one reference: all of them, or none.
 
         Raises OutOfPagesError when fewer are free.
         """
+        return self._take(num_pages, PageClass.KV)
+
+    def allocate_image(self, num_pages: int) -> tuple[int, ...]:
+        """Hand out `num_pages` free pages, at least one, for one page image: all of them, or none.
+
+        Raises OutOfPagesError when fewer are free.
+        """
+        if num_pages < 1:
+            raise PoolError(f"an image of {num_pages} pages was asked for, 1 is the least; a model without states has no image")
+        pages = tuple(self._take(num_pages, PageClass.IMAGE))
+        self._images[pages[0]] = pages
+        return pages
+
+    def release_image(self, pages: Sequence[int]) -> None:
+        """Free an image's pages. Raises PoolError for anything but all pages of one image, in order."""
+        if not pages or self._images.get(pages[0]) != tuple(pages):
+            raise PoolError(f"pages {list(pages)} are not one image's; release what allocate_image returned, whole and once")
+        del self._images[pages[0]]
+        self._free_pages(pages)
+
+    def _take(self, num_pages: int, page_class: PageClass) -> list[int]:
         if num_pages < 0:
             raise PoolError(f"{num_pages} pages were asked for, which is below 0; ask for 0 or more")
         if num_pages > self.num_free:
@@ -86,14 +110,14 @@ class PageLedger:
         pages = self._free[start:][::-1]
         del self._free[start:]
         for page in pages:
-            self._classes[page] = PageClass.KV
+            self._classes[page] = page_class
             self._ref_counts[page] = 1
         return pages
 
     def retain(self, pages: Sequence[int]) -> None:
         """Add one reference for each time a page is named.
 
-        Raises PoolError when any of them is free, the null page, or no page at all.
+        Raises PoolError when any of them is free, an image's, the null page, or no page at all.
         """
         for page in pages:
             self._check_held(page, "retained")
@@ -103,12 +127,15 @@ class PageLedger:
     def release(self, pages: Sequence[int]) -> None:
         """Take away one reference for each time a page is named; a page without references is free.
 
-        Raises PoolError when any of them is free, the null page, no page at all, or named more often than it is held.
+        Raises PoolError when any of them is free, an image's, the null page, no page at all, or named more often than it is held.
         """
         for page, times in Counter(pages).items():
             self._check_held(page, "released")
             if times > self._ref_counts[page]:
                 raise PoolError(f"page {page} is released {times} times in one call, it has {self._ref_counts[page]} references; release each reference once")
+        self._free_pages(pages)
+
+    def _free_pages(self, pages: Sequence[int]) -> None:
         # Backwards, so that a run of pages given back goes out again in its own order: neighbours stay neighbours, and one copy can move them.
         for page in reversed(pages):
             self._ref_counts[page] -= 1
@@ -139,17 +166,25 @@ class PageLedger:
                 raise PoolCorruptError(f"page {page} is {times} times on the free list, once is the limit; it was freed twice")
         for page, (page_class, refs) in enumerate(zip(self._classes, self._ref_counts, strict=True)):
             self._check_page(page, page_class, refs, page in on_free)
+        self._check_images()
         if held is not None:
             self._check_held_by(Counter(held))
 
     def _check_page(self, page: int, page_class: PageClass, refs: int, on_free: bool) -> None:
         if (page == NULL_PAGE) != (page_class is PageClass.NULL):
             raise PoolCorruptError(f"page {page} is of class {page_class}; page {NULL_PAGE}, and no other, is the null page")
-        if (refs >= 1) != (page_class is PageClass.KV) or refs < 0:
-            raise PoolCorruptError(f"page {page} is of class {page_class} with {refs} references; kv pages have at least 1, all others 0")
+        is_held = page_class in (PageClass.KV, PageClass.IMAGE)
+        if (refs >= 1) != is_held or refs < 0 or (page_class is PageClass.IMAGE and refs != 1):
+            raise PoolCorruptError(f"page {page} is of class {page_class} with {refs} references; kv pages have at least 1, an image's 1, all others 0")
         if on_free != (page_class is PageClass.FREE):
             where = "on" if on_free else "off"
             raise PoolCorruptError(f"page {page} is of class {page_class} and {where} the free list; free pages, and no others, are on it")
+
+    def _check_images(self) -> None:
+        in_images = Counter(page for pages in self._images.values() for page in pages)
+        for page, page_class in enumerate(self._classes):
+            if in_images[page] != (page_class is PageClass.IMAGE):
+                raise PoolCorruptError(f"page {page} is of class {page_class} and in {in_images[page]} images; an image's pages, and no others, are in one")
 
     def _check_held_by(self, held: Counter[int]) -> None:
         for page in held:
@@ -170,3 +205,5 @@ class PageLedger:
             raise PoolError(f"page {page} is the null page and cannot be {verb}; only pages that allocate returned can")
         if self._ref_counts[page] == 0:
             raise PoolError(f"page {page} is free and cannot be {verb}; it was given back before, or never allocated")
+        if self._classes[page] is PageClass.IMAGE:
+            raise PoolError(f"page {page} is an image's and cannot be {verb} by itself; release_image takes all of an image's pages")

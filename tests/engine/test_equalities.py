@@ -6,8 +6,11 @@ import torch
 from atoll import LLM, SamplingParams
 from atoll.config import SchedulerConfig
 from atoll.engine.batch import BatchBuilder
+from atoll.engine.request import Request
+from atoll.engine.reuse import PrefixReuse
 from atoll.engine.scheduler import Scheduler
 from atoll.kv import FILLS
+from atoll.kv.prefix import Match
 from tests.engine.tiny import make_llm, prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -149,15 +152,15 @@ def test_control_a_neighbours_table_row_shows(alone: list[list[int]], monkeypatc
 
 def test_control_a_preemption_that_keeps_num_computed_shows(alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens after a preemption would then read pages that were never written again."""
-    release = Scheduler._release
+    begin = PrefixReuse.begin
 
-    def forgetful(self: Scheduler, request: object) -> None:
-        computed = request.num_computed  # type: ignore[attr-defined]
-        release(self, request)  # type: ignore[arg-type]
-        request.num_computed = computed // 64 * 64  # type: ignore[attr-defined]
+    def overreaching(self: PrefixReuse, request: Request, match: Match) -> None:
+        begin(self, request, match)
+        if request.num_preemptions and request.num_tokens > 64:
+            request.num_computed = 64
 
-    monkeypatch.setattr(Scheduler, "_release", forgetful)
-    llm = make_llm(num_pages=10, max_model_len=144, max_num_seqs=6, kv_fill="random")
+    monkeypatch.setattr(PrefixReuse, "begin", overreaching)
+    llm = make_llm(num_pages=10, max_model_len=144, max_num_seqs=6, kv_fill="random", prefix_caching=False)
     assert [output.token_ids for output in llm.generate(prompts(12), GREEDY)] != alone
 
 

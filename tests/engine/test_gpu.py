@@ -27,7 +27,8 @@ def loaded() -> TinyLoaded:
 
 
 def make_llm(loaded: TinyLoaded | LoadedModel, **options: Any) -> LLM:
-    return LLM.from_loaded(loaded, **{"max_num_seqs": 12, "max_model_len": 256, **options})  # type: ignore[arg-type]
+    """Without prefix caching unless asked for: a prompt that is cut elsewhere is the same up to rounding, and here bits are compared."""
+    return LLM.from_loaded(loaded, **{"max_num_seqs": 12, "max_model_len": 256, "prefix_caching": False, **options})  # type: ignore[arg-type]
 
 
 def on_wait(mode: str) -> None:
@@ -83,6 +84,18 @@ def test_a_hybrid_model_in_poisoned_pages_and_slots_gives_the_bits_of_zeroed_one
         assert results(make_llm(hybrid, kv_fill=fill)) == zero, fill
 
 
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8_tensor", "fp8_token"])
+def test_a_restored_state_gives_the_bits_of_an_uninterrupted_run(hybrid: LoadedModel, kv_format: str) -> None:
+    """One request at a time is cut at its prompt's last boundary, cold as warm, so that not even a rounding differs."""
+    llm = make_llm(hybrid, kv_format=kv_format, max_num_seqs=1, num_pages=400, prefix_caching=True, checkpoint_policy="prompt", kv_fill="nan")
+    cold = results(llm)
+    assert llm.engine.prefix_stats.num_hits == 0
+    assert results(llm) == cold and llm.engine.prefix_stats.num_hits > 300
+    # Into other slots, and out of images that were written before.
+    llm.reset_prefix_cache()
+    assert [results(llm) for _ in range(2)] == [cold, cold]
+
+
 def test_padded_rows_touch_no_slot(hybrid: LoadedModel) -> None:
     llm = make_llm(hybrid, kv_fill="nan")
     results(llm, count=3)
@@ -109,11 +122,12 @@ def test_sampling_is_the_same_alone_and_in_a_crowd(loaded: TinyLoaded) -> None:
 
 
 def test_a_decode_step_waits_for_the_device_once(loaded: TinyLoaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_waits_once(make_llm(loaded), monkeypatch)
+    check_waits_once(make_llm(loaded, prefix_caching=True), monkeypatch)
 
 
 def test_a_hybrid_decode_step_waits_for_the_device_once(hybrid: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_waits_once(make_llm(hybrid), monkeypatch)
+    # Copies of states to images included.
+    check_waits_once(make_llm(hybrid, prefix_caching=True), monkeypatch)
 
 
 def check_waits_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,7 +207,7 @@ def test_control_a_null_page_that_is_not_zeroed_at_the_start_shows(wanted: list[
 
 def test_control_a_null_page_that_is_handed_out_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     TailWatch(monkeypatch)
-    llm = leaky_llm()
+    llm = leaky_llm(prefix_caching=False)
     llm.engine.pool.ledger._free.append(0)
     llm.engine.add(PROMPTS[1], GREEDY)
     llm.engine.step()

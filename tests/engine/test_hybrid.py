@@ -14,10 +14,10 @@ from atoll.engine.batch import BatchBuilder
 from atoll.engine.request import Request
 from atoll.engine.scheduler import Scheduler
 from atoll.engine.step import Step
-from atoll.errors import ConfigError, PoolCorruptError
+from atoll.errors import ConfigError, PoolCorruptError, RequestError
 from atoll.kv import FILLS, SlotLedger, SlotPool
 from atoll.models import LoadedModel, load_model
-from tests.engine.tiny import make_llm, prompts
+from tests.engine.tiny import check_nothing_is_held, make_llm, prompts
 from tests.models.hybrids import CASES
 from tests.models.tiny import make_folder
 
@@ -59,12 +59,6 @@ def tokens(llm: LLM, token_prompts: list[list[int]] = PROMPTS) -> list[list[int]
 def slots_of(llm: LLM) -> SlotPool:
     assert llm.engine.slots is not None
     return llm.engine.slots
-
-
-def check_nothing_is_held(llm: LLM) -> None:
-    llm.engine.pool.check(held=())
-    slots_of(llm).check(held=())
-    assert slots_of(llm).ledger.num_free == slots_of(llm).num_slots
 
 
 def test_the_oracle_is_not_trivial(case: Case) -> None:
@@ -189,6 +183,49 @@ def test_a_model_without_states_has_no_slots() -> None:
     assert llm.engine.slots is None
     llm.engine.add([1, 2, 3], GREEDY)
     assert [row.state_slot for row in llm.engine.scheduler.schedule().rows] == [None]
+
+
+@pytest.mark.parametrize("case", ["qwen3_5"], indirect=True)
+def test_a_pool_without_room_for_an_image_reuses_nothing_and_says_so(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    # 16 pages of one sequence, and images of one page.
+    roomy = case.llm(num_pages=18)
+    assert roomy.engine.scheduler.cache.enabled and not caplog.text
+    llm = case.llm(num_pages=17)
+    wanted = "prefixes are not reused: a sequence of max_model_len 256 tokens and one state of 1 pages do not fit in 16 pages together; raise num_pages"
+    assert not llm.engine.scheduler.cache.enabled and wanted in caplog.text
+    assert tokens(llm, PROMPTS[:2] * 2) == case.wanted[:2] * 2
+    llm.engine.pool.check(held=())
+
+
+@pytest.mark.parametrize("case", ["qwen3_5"], indirect=True)
+@pytest.mark.parametrize("options", [{"prefix_caching": False}, {"state_checkpoint_interval_tokens": 0}])
+def test_reuse_can_be_turned_off(case: Case, options: dict[str, Any]) -> None:
+    llm = case.llm(**options)
+    outputs = [llm.generate(PROMPTS[1], GREEDY)[0] for _ in range(2)]
+    assert [(output.token_ids, output.num_cached_tokens, output.prefix_misses) for output in outputs] == [(case.wanted[1], 0, {})] * 2
+    llm.engine.pool.check(held=())
+
+
+@pytest.mark.parametrize("case", ["qwen3_5"], indirect=True)
+def test_outputs_tell_what_was_reused(case: Case) -> None:
+    llm = case.llm(checkpoint_policy="prompt")
+    first, again, other = (llm.generate(PROMPTS[1], GREEDY, cache_salt=salt)[0] for salt in (None, None, "another"))
+    length = len(PROMPTS[1])
+    assert [output.num_cached_tokens for output in (first, again, other)] == [0, (length - 1) // 16 * 16, 0]
+    assert again.prefix_misses == {"not_indexed": length - again.num_cached_tokens}
+    stats = llm.engine.prefix_stats
+    assert (stats.num_queries, stats.num_hits, stats.num_saved_checkpoints) == (3 * length, again.num_cached_tokens, 2)
+    assert stats.hit_rate == again.num_cached_tokens / (3 * length)
+    with pytest.raises(RequestError, match="cache_salt '' is not a non-empty string; give one, or None"):
+        llm.generate(PROMPTS[1], GREEDY, cache_salt="")
+    stream = llm.generate_stream(PROMPTS[1], GREEDY)
+    next(stream)
+    with pytest.raises(RequestError, match="1 requests wait or run, 0 is the limit for a reset of the prefix cache"):
+        llm.reset_prefix_cache()
+    stream.close()  # type: ignore[attr-defined]
+    llm.reset_prefix_cache()
+    llm.engine.pool.check(held=())
+    assert llm.generate(PROMPTS[1], GREEDY)[0].num_cached_tokens == 0
 
 
 def test_fewer_slots_than_sequences_are_refused(case: Case) -> None:

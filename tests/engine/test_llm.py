@@ -9,7 +9,7 @@ import atoll
 from atoll import LLM, PoolCorruptError, RequestError, RequestOutput, SamplingParams
 from atoll.engine.request import Request
 from atoll.engine.scheduler import Scheduler
-from tests.engine.tiny import BOS, EOS, VOCAB, ByteTokenizer, make_llm, prompts, tiny_model
+from tests.engine.tiny import BOS, EOS, VOCAB, ByteTokenizer, check_nothing_is_held, make_llm, prompts, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
@@ -168,7 +168,16 @@ def test_logits_that_are_not_finite_fail_that_request_alone(caplog: pytest.LogCa
     assert bad.error is not None and "after 2 tokens hold NaN or Inf" in bad.error and "float32" in bad.error
     assert "NaN or Inf" in caplog.text
     assert (good.finish_reason, good.token_ids, good.error) == ("length", [8, 9, 10], None)
-    llm.engine.pool.check(held=())
+    check_nothing_is_held(llm)
+
+
+def test_what_led_to_nan_is_not_reused() -> None:
+    llm = scripted(page_size=1)
+    [good] = llm.generate([[3, 4, 5, 6]], SamplingParams(temperature=0, max_tokens=3))
+    assert llm.generate([[3, 4, 5, 6]], SamplingParams(temperature=0, max_tokens=3))[0].num_cached_tokens == 3 and good.error is None
+    bad = [llm.generate([[1, 2, 3, 0]], SamplingParams(temperature=0, max_tokens=3))[0] for _ in range(2)]
+    assert [(output.finish_reason, output.num_cached_tokens) for output in bad] == [("error", 0)] * 2
+    check_nothing_is_held(llm)
 
 
 def test_an_empty_prompt_is_a_bos_or_an_error(llm: LLM) -> None:
@@ -244,7 +253,7 @@ def test_closing_a_stream_gives_every_page_back(after: int) -> None:
     assert llm.engine.pool.ledger.num_free < 16
     stream.close()  # type: ignore[attr-defined]
     assert not llm.engine.has_work
-    llm.engine.pool.check(held=())
+    check_nothing_is_held(llm)
 
 
 def test_an_interrupt_gives_every_page_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +270,7 @@ def test_an_interrupt_gives_every_page_back(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts(5), GREEDY)
     assert not llm.engine.has_work
-    llm.engine.pool.check(held=())
+    check_nothing_is_held(llm)
     assert len(llm.generate("again", GREEDY)[0].token_ids) == 10
 
 
@@ -270,7 +279,8 @@ def test_aborts_at_every_step_give_every_page_back_and_disturb_nobody() -> None:
     for when in range(14):
         for victim in range(4):
             # Small enough for chunks, waiting and preemption to occur.
-            engine = make_llm(num_pages=11, max_model_len=160, max_num_seqs=3, max_num_batched_tokens=66).engine
+            llm = make_llm(num_pages=11, max_model_len=160, max_num_seqs=3, max_num_batched_tokens=66)
+            engine = llm.engine
             for index, prompt in enumerate(prompts(4)):
                 engine.add(prompt, GREEDY, index=index)
             outputs: dict[int, RequestOutput] = {}
@@ -281,17 +291,15 @@ def test_aborts_at_every_step_give_every_page_back_and_disturb_nobody() -> None:
                     if aborted is not None:
                         assert aborted.finish_reason == "abort" and aborted.token_ids == undisturbed[victim][: len(aborted.token_ids)]
                         outputs[victim] = aborted
-                    held = [page for request in engine.scheduler.running for page in request.pages]
-                    engine.pool.check(held)
+                    engine.check()
                 outputs.update({piece.index: piece.output for piece in engine.step() if piece.output is not None})
-            assert not engine.has_work
-            engine.pool.check(held=())
+            check_nothing_is_held(llm)
             assert all(outputs[index].token_ids == undisturbed[index] for index in range(4) if outputs[index].finish_reason != "abort")
 
 
 def test_control_an_abort_that_keeps_a_page_is_found_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     def leaky(self: Scheduler, request: Request) -> None:
-        self.ledger.release(request.pages[:-1])
+        self.cache.release(request.pages[:-1])
         request.pages, request.num_computed = [], 0
 
     llm = make_llm()

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from atoll import ConfigError, RequestError, SamplingParams
-from atoll.config import DTYPES, KV_FILLS, KV_FORMAT_OPTIONS, MAX_PAGE_SIZE, EngineConfig, make_engine_config
+from atoll.config import CHECKPOINT_POLICIES, DTYPES, KV_FILLS, KV_FORMAT_OPTIONS, MAX_PAGE_SIZE, EngineConfig, checkpoint_policies, make_engine_config
 from atoll.engine import build
-from atoll.engine.build import CPU_POOL_BYTES, choose_device, choose_dtype, choose_max_model_len, choose_num_pages
+from atoll.engine.build import CPU_POOL_BYTES, choose_checkpoint_interval, choose_device, choose_dtype, choose_max_model_len, choose_num_pages
 from atoll.errors import BackendError
 from atoll.kv import FILLS, PageLayout, SlotLayout
 from atoll.ops.attention import spec
@@ -74,6 +74,9 @@ def test_sampling_params_are_plain_and_comparable() -> None:
         ({"max_num_seqs": 0}, "max_num_seqs 0 is below 1"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 100}, r"max_num_batched_tokens 100 is below 127 \(max_num_seqs 64 - 1 decoding"),
         ({"max_model_len": 1}, "max_model_len 1 is below 2"),
+        ({"state_checkpoint_interval_tokens": -2}, "state_checkpoint_interval_tokens -2 is below -1; give a number of tokens, 0 for no checkpoints, or -1"),
+        ({"checkpoint_policy": "ladder,often"}, "checkpoint_policy 'often' is unknown; use all, or some of ladder, prompt, demand, end"),
+        ({"checkpoint_policy": ""}, "checkpoint_policy '' is unknown"),
         ({"pagesize": 16}, "option 'pagesize' is unknown; use one of device, dtype, page_size"),
     ],
 )
@@ -141,9 +144,31 @@ def test_sizes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["pool: 5 pages of 8192 bytes, 0.00 GB on cpu"]
 
 
+def test_the_pool_has_room_for_two_checkpoints_of_each_sequence() -> None:
+    slots = SlotLayout(3, DeltaSpec(2, 4, 16, 16))
+    assert slots.slot_bytes == 14_592 and LAYOUT.page_bytes == 4096, "an image is 4 pages"
+    assert choose_num_pages(EngineConfig(max_num_seqs=4), LAYOUT, 2048, CPU, slots) == 1 + 4 * (2048 // 16 + 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "page_size", "image_pages", "interval"),
+    [(None, 16, 3, 1024), (None, 16, 200, 3200), (None, 16, 201, 3264), (-1, 16, 3, -1), (0, 16, 0, -1), (100, 16, 3, 128), (100, 256, 3, 256), (1, 1, 3, 64)],
+)
+def test_the_ladder_stands_on_whole_pages_and_on_the_prefill_grid(given: int | None, page_size: int, image_pages: int, interval: int) -> None:
+    config = EngineConfig(page_size=page_size, state_checkpoint_interval_tokens=given)
+    assert choose_checkpoint_interval(config, image_pages) == interval
+
+
+def test_policies_are_named_alone_together_or_all() -> None:
+    assert checkpoint_policies("all") == frozenset(CHECKPOINT_POLICIES)
+    assert checkpoint_policies("prompt, end") == {"prompt", "end"}
+
+
 def test_the_longest_sequence_fits_the_model_and_the_pool() -> None:
     assert choose_max_model_len(EngineConfig(), 2048, 1000) == 2048
     assert choose_max_model_len(EngineConfig(), 2048, 11) == 160
+    assert [choose_max_model_len(EngineConfig(), 2048, 11, image_pages) for image_pages in (1, 5, 6)] == [144, 80, 160]
+    assert choose_max_model_len(EngineConfig(), 2048, 1000, image_pages=5) == 2048
     with pytest.raises(ConfigError, match="max_model_len 4096 is above the model's 2048 positions"):
         choose_max_model_len(EngineConfig(max_model_len=4096), 2048, 1000)
     with pytest.raises(ConfigError, match="max_model_len 200 is above the 160 tokens that a pool of 11 pages holds"):
@@ -172,6 +197,8 @@ def test_a_name_that_is_no_device_is_refused(name: str) -> None:
         ({"num_pages": 2.5}, "num_pages 2.5 is a float, not an integer; give an int or None"),
         ({"max_num_seqs": None}, "max_num_seqs None is a NoneType"),
         ({"seed": "a"}, "seed 'a' is a str"),
+        ({"state_checkpoint_interval_tokens": "64"}, "state_checkpoint_interval_tokens '64' is a str, not an integer; give an int or None"),
+        ({"checkpoint_policy": 3}, "checkpoint_policy '3' is unknown"),
         ({"device": 0}, "device '0' is unknown"),
     ],
 )

@@ -107,6 +107,17 @@ def make_llm(*, model: Any = None, tokenizer: Any = None, **options: Any) -> LLM
     return LLM.from_loaded(TinyLoaded(model or tiny_model(), CONFIG, tokenizer or ByteTokenizer()), **options)  # type: ignore[arg-type]
 
 
+def check_nothing_is_held(llm: LLM) -> None:
+    """No request is left, the books agree, and once the prefix cache is empty every page and slot is free."""
+    engine = llm.engine
+    assert not engine.has_work
+    engine.check()
+    engine.reset_prefix_cache()
+    engine.pool.check(held=())
+    if engine.slots is not None:
+        engine.slots.check(held=())
+
+
 def prompts(count: int, seed: int = 0, longest: int = 90) -> list[list[int]]:
     """Random prompts of varied length, one token and the longest among them."""
     generator = torch.Generator().manual_seed(seed)

@@ -34,9 +34,16 @@ NO_TORCH = (
     "atoll.kv.guard",
     "atoll.kv.ledger",
     "atoll.kv.slot_ledger",
+    "atoll.kv.eviction",
+    "atoll.kv.checkpoint",
+    "atoll.kv.prefix_tree",
+    "atoll.kv.prefix_stats",
+    "atoll.kv.prefix",
     "atoll.engine.sampling",
     "atoll.engine.request",
     "atoll.engine.step",
+    "atoll.engine.placement",
+    "atoll.engine.reuse",
     "atoll.engine.scheduler",
 )
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -28,9 +28,12 @@ def invoke(*arguments: str, stdin: str | None = None) -> Result:
 class FakeLLM:
     """Says the same three words to every prompt, one per step; the second prompt ends after one."""
 
+    options: ClassVar[dict[str, Any]] = {}
+
     def __init__(self, model: str, **options: Any) -> None:
         if model == "missing":
             raise ModelError("model 'missing' does not exist here; give a folder")
+        type(self).options = options
         self.interrupt = model == "interrupted"
         self.broken = model == "broken"
 
@@ -55,6 +58,17 @@ class FakeLLM:
 @pytest.fixture
 def fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atoll, "LLM", FakeLLM)
+
+
+@pytest.mark.usefixtures("fake_llm")
+def test_generate_hands_on_what_may_be_reused() -> None:
+    assert invoke("generate", "a").exit_code == 0
+    chosen = ("prefix_caching", "state_checkpoint_interval_tokens", "checkpoint_policy")
+    assert [FakeLLM.options[name] for name in chosen] == [True, None, "all"]
+    given = ("--no-prefix-caching", "--state-checkpoint-interval-tokens", "-1", "--checkpoint-policy", "prompt,end")
+    assert invoke("generate", *given, "a").exit_code == 0
+    assert [FakeLLM.options[name] for name in chosen] == [False, -1, "prompt,end"]
+    assert "checkpoint_policy 'never' is unknown" in invoke("generate", "--checkpoint-policy", "never", "a").stderr
 
 
 def test_help_lists_every_command() -> None:

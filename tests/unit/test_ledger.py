@@ -175,3 +175,50 @@ def test_check_finds(name: str) -> None:
     corrupt(ledger)
     with pytest.raises(PoolCorruptError, match=message):
         ledger.check(held)
+
+
+def test_an_image_lives_and_goes_whole() -> None:
+    ledger = PageLedger(8)
+    row_pages, image = ledger.allocate(2), ledger.allocate_image(3)
+    assert [ledger.page_class(page) for page in image] == [PageClass.IMAGE] * 3
+    ledger.check(held=[*row_pages, *image])
+    before = state(ledger)
+    for pages in (image[:2], image[1:], image[::-1], (*image, row_pages[0]), row_pages, ()):
+        with pytest.raises(PoolError, match="are not one image's; release what allocate_image returned, whole and once"):
+            ledger.release_image(pages)
+    for call in (ledger.retain, ledger.release):
+        with pytest.raises(PoolError, match=f"page {image[0]} is an image's and cannot be re"):
+            call([row_pages[0], image[0]])
+    assert state(ledger) == before
+    ledger.release_image(image)
+    with pytest.raises(PoolError, match="are not one image's"):
+        ledger.release_image(image)
+    assert ledger.num_free == 5
+    ledger.check(held=row_pages)
+
+
+def test_an_image_of_nothing_or_of_too_much_is_refused() -> None:
+    ledger = PageLedger(4)
+    with pytest.raises(PoolError, match="an image of 0 pages was asked for, 1 is the least"):
+        ledger.allocate_image(0)
+    with pytest.raises(OutOfPagesError, match="4 pages were asked for, 3 of 3 are free"):
+        ledger.allocate_image(4)
+    ledger.check(held=())
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda ledger, image: ledger._images.clear(),
+        lambda ledger, image: ledger._images.update({7: (7, image[0])}),
+        lambda ledger, image: ledger._classes.__setitem__(image[0], PageClass.KV),
+        lambda ledger, image: ledger._ref_counts.__setitem__(image[0], 2),
+    ],
+)
+def test_check_finds_a_harmed_image(harm: Callable[[PageLedger, tuple[int, ...]], None]) -> None:
+    ledger = PageLedger(8)
+    image = ledger.allocate_image(2)
+    ledger.check(held=image)
+    harm(ledger, image)
+    with pytest.raises(PoolCorruptError, match=r"images|with 2 references"):
+        ledger.check()

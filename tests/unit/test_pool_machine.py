@@ -33,14 +33,18 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.ledger = self.make_ledger(NUM_PAGES)
         self.ledger = self.pool.ledger
         self.holders: list[list[int]] = []
+        self.images: list[tuple[int, ...]] = []
         self.bytes = dict.fromkeys(range(NUM_PAGES), 0xFF)
         type(self).num_steps -= 1  # the invariant runs before the first step too
 
     def held(self) -> list[int]:
         return [page for pages in self.holders for page in pages]
 
+    def in_images(self) -> list[int]:
+        return [page for pages in self.images for page in pages]
+
     def free(self) -> set[int]:
-        return set(range(1, NUM_PAGES)) - set(self.held())
+        return set(range(1, NUM_PAGES)) - set(self.held()) - set(self.in_images())
 
     @rule(num_pages=st.integers(0, NUM_PAGES))
     def allocate(self, num_pages: int) -> None:
@@ -75,6 +79,28 @@ class PoolMachine(RuleBasedStateMachine):
         self.ledger.release(pages[start:])
         del pages[start:]
 
+    @rule(num_pages=st.integers(1, 4))
+    def allocate_an_image(self, num_pages: int) -> None:
+        free = self.free()
+        if num_pages > len(free):
+            with pytest.raises(OutOfPagesError):
+                self.ledger.allocate_image(num_pages)
+            return
+        pages = self.ledger.allocate_image(num_pages)
+        assert len(pages) == len(set(pages)) == num_pages and set(pages) <= free
+        self.images.append(pages)
+
+    @precondition(lambda self: self.images)
+    @rule(which=picks)
+    def release_an_image(self, which: int) -> None:
+        self.ledger.release_image(self.images.pop(which % len(self.images)))
+
+    @precondition(lambda self: self.images)
+    @rule(which=picks, method=st.sampled_from(["retain", "release"]))
+    def touch_a_page_of_an_image(self, which: int, method: str) -> None:
+        pages = self.in_images()
+        self.refused(getattr(self.ledger, method), [*self.held(), pages[which % len(pages)]])
+
     @precondition(lambda self: self.held())
     @rule(which=picks)
     def release_once_too_often(self, which: int) -> None:
@@ -106,12 +132,12 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def books_and_bytes_agree_with_the_model(self) -> None:
         type(self).num_steps += 1
-        held = self.held()
-        self.pool.check(held)
-        counts = Counter(held)
+        self.pool.check(self.held() + self.in_images())
+        counts, images = Counter(self.held() + self.in_images()), set(self.in_images())
         assert self.ledger.num_free == len(self.free())
         for page in range(NUM_PAGES):
-            expected = PageClass.NULL if page == NULL_PAGE else PageClass.KV if counts[page] else PageClass.FREE
+            held = PageClass.IMAGE if page in images else PageClass.KV
+            expected = PageClass.NULL if page == NULL_PAGE else held if counts[page] else PageClass.FREE
             assert self.ledger.page_class(page) is expected
             assert self.ledger.ref_count(page) == counts[page]
         full_of = torch.tensor([self.bytes[page] for page in range(NUM_PAGES)], dtype=torch.uint8)
@@ -119,6 +145,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.ledger.release(self.held())
+        for pages in self.images:
+            self.ledger.release_image(pages)
         self.pool.check(held=[])
         assert self.ledger.num_free == NUM_PAGES - 1
 
