@@ -22,7 +22,8 @@ class KernelTime:
 def profile_kernels(call: Callable[[], object], device: torch.device, *, repeats: int = 5) -> list[KernelTime]:
     """Every kernel of `call`, longest first. Empty where the profiler sees none, as when the driver forbids it."""
     on_gpu = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
+    # Without acc_events torch warns, of a profile without a schedule too, that events of earlier cycles are lost.
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True) as seen:
         for _ in range(repeats):
             call()
         if on_gpu:

@@ -1,6 +1,5 @@
 """The engine on a GPU: CUDA graphs replay what runs eagerly, bit for bit, and nothing depends on what lies in the pool."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from atoll.engine.runner import Runner
 from atoll.models import LoadedModel, load_model
 from atoll.models.llama import LlamaModel
 from tests.engine.tiny import CONFIG, ByteTokenizer, RandomWeights, TinyLoaded, prompts
+from tests.kit.waits import no_waits, on_wait
 from tests.models.hybrids import CASES
 from tests.models.tiny import make_folder
 
@@ -29,14 +29,6 @@ def loaded() -> TinyLoaded:
 def make_llm(loaded: TinyLoaded | LoadedModel, **options: Any) -> LLM:
     """Without prefix caching unless asked for: a prompt that is cut elsewhere is the same up to rounding, and here bits are compared."""
     return LLM.from_loaded(loaded, **{"max_num_seqs": 12, "max_model_len": 256, "prefix_caching": False, **options})  # type: ignore[arg-type]
-
-
-def on_wait(mode: str) -> None:
-    """What torch does when the host waits for the device: "default" nothing, "error" raise."""
-    with warnings.catch_warnings():
-        # Torch warns, once, that it does not see every wait.
-        warnings.simplefilter("ignore", UserWarning)
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 def results(llm: LLM, count: int = 12) -> list[tuple[list[int], list[float]]]:
@@ -146,12 +138,10 @@ def check_waits_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
             on_wait("error")
 
     monkeypatch.setattr(runner_module, "sample", sample_unwatched)
-    on_wait("error")
     try:
-        # A wait would raise here.
-        assert sum(len(next(stream).token_ids) for _ in range(8)) == 8
+        with no_waits():
+            assert sum(len(next(stream).token_ids) for _ in range(8)) == 8
     finally:
-        on_wait("default")
         stream.close()  # type: ignore[attr-defined]
 
 

@@ -15,6 +15,7 @@ from atoll.engine.step import SampleTask, StateCopy, Step, StepRow
 from atoll.kv import PagePool, SlotPool, num_image_pages
 from atoll.models import LoadedModel, load_model
 from tests.engine.tiny import make_llm
+from tests.kit.waits import no_waits
 from tests.models.hybrids import CASES
 from tests.models.tiny import make_folder
 
@@ -145,11 +146,8 @@ def test_clears_and_copies_do_not_wait_for_the_gpu(tmp_path: Path, monkeypatch: 
     step = Step(clears=[*image, 5], restores=[StateCopy(1, image)], saves=[StateCopy(2, driver.image(150))])
     # Compiles the kernel.
     driver.llm.engine.runner.execute(step)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         driver.llm.engine.runner.execute(step)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert not driver.slots.buffer[1].any(), "the image was cleared before it was restored"
 
 

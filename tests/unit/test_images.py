@@ -16,6 +16,7 @@ from atoll.ops.delta import DeltaSpec
 from tests.kit.build import TARGETS
 from tests.kit.image_copies import image_costs, interpreted_differences
 from tests.kit.images import CASES, Save, differences, overlay
+from tests.kit.waits import no_waits
 from tests.kit.workers import WorkerPool, compiling_pool, interpreting_pool
 
 WITH_A_REST = {"many pages, a rest", "two pages, a rest", "a page larger than the slot", "two programs a page"}
@@ -139,12 +140,9 @@ def test_a_round_trip_on_a_gpu(name: str) -> None:
 def test_copies_on_a_gpu_do_not_wait_for_it() -> None:
     slots, pool, copies = CASES["many pages, a rest"].make("cuda")
     save_states(slots, pool, copies)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         save_states(slots, pool, copies)
         restore_states(slots, pool, copies)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert torch.equal(pool.buffer[copies[0].pages[0]], slots.buffer[copies[0].state_slot, : pool.layout.page_bytes])
 
