@@ -53,7 +53,7 @@ class DecodeRow:
 def environment(device: torch.device, commit: str | None = None) -> Environment:
     """Of this process. `commit` defaults to the checkout's, with "-dirty" where files differ from it; None outside a checkout."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
-    return Environment(name, commit or _git_commit(), torch.__version__, triton.__version__)
+    return Environment(name, commit or git_commit(), torch.__version__, triton.__version__)
 
 
 def write_rows(path: Path, rows: Iterable[DecodeRow], env: Environment) -> None:
@@ -79,7 +79,8 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"--out {path} cannot be written: {error.strerror}; name a file in a folder that you may write to") from error
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
+    """The checkout's, with "-dirty" where files differ from it; None outside a checkout."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],

@@ -4,6 +4,7 @@ import typer
 
 from atoll.cli.base import AtollGroup
 from atoll.cli.bench import bench_app
+from atoll.cli.eval import eval_app
 from atoll.cli.generate import generate
 from atoll.cli.info import info
 from atoll.cli.probe import probe_app
@@ -21,4 +22,5 @@ app = typer.Typer(
 app.command()(generate)
 app.add_typer(probe_app, name="probe")
 app.add_typer(bench_app, name="bench")
+app.add_typer(eval_app, name="eval")
 app.command()(info)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperGroup
 
-from atoll.errors import AtollError
+from atoll.errors import AtollError, ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -79,3 +79,14 @@ def torch_device(name: str) -> "torch.device":
     from atoll.engine.build import choose_device
 
     return choose_device(name)
+
+
+def engine_option(text: str) -> tuple[str, object]:
+    """`name=value`, the value a whole number, true, false or none where it reads like one."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"option {text!r} is not of the form name=value; give for example --option num_pages=400")
+    named: dict[str, object] = {"true": True, "false": False, "none": None}
+    if value.lower() in named:
+        return name, named[value.lower()]
+    return name, int(value) if value.lstrip("-").isdecimal() else value

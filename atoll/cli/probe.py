@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from atoll.cli.base import EXIT_ERROR, EXIT_FOUND, fail, stderr_console, stdout_console, torch_device, write_json
+from atoll.cli.base import EXIT_ERROR, EXIT_FOUND, engine_option, fail, stderr_console, stdout_console, torch_device, write_json
 from atoll.config import EngineConfig, make_engine_config
 from atoll.errors import ConfigError
 
@@ -268,13 +268,14 @@ def probe_fault(
 
     Before the questions, pages have held images of states and come back. Exits with 1 when masked attention gives other tokens from NaN.
     """
-    options: dict[str, object] = {"kv_format": kv_format, "device": device, "dtype": dtype} | dict(_engine_option(text) for text in option or ())
+    options: dict[str, object] = {"kv_format": kv_format, "device": device, "dtype": dtype} | dict(engine_option(text) for text in option or ())
     make_engine_config(options)
     from dataclasses import asdict
 
+    from atoll.eval.questions import read_questions
     from atoll.probe import fault
 
-    asked = fault.read_questions(questions, count)
+    asked = read_questions(questions, count)
     rows = []
     with stderr_console().status(f"answering {len(asked)} questions four times with {model}"):
         for row in fault.probe_fault(model, asked, leaky_backend=leaky_backend, max_tokens=max_tokens, chat=chat, images=images, **options):
@@ -285,17 +286,6 @@ def probe_fault(
         _print_fault(rows, model)
     if rows[1].same_tokens != len(asked):
         raise typer.Exit(EXIT_FOUND)
-
-
-def _engine_option(text: str) -> tuple[str, object]:
-    """`name=value`, the value a whole number, true, false or none where it reads like one."""
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise ConfigError(f"option {text!r} is not of the form name=value; give for example --option num_pages=400")
-    named: dict[str, object] = {"true": True, "false": False, "none": None}
-    if value.lower() in named:
-        return name, named[value.lower()]
-    return name, int(value) if value.lstrip("-").isdecimal() else value
 
 
 def _print_fault(rows: "list[FaultRow]", model: str) -> None:

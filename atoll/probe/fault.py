@@ -1,13 +1,9 @@
 """The fault that Atoll answers, on questions with known answers: attention that does not mask, and a pool whose free pages have held state images."""
 
-import json
 import logging
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from decimal import Decimal
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,22 +14,15 @@ from atoll.engine.output import RequestOutput
 from atoll.engine.sampling import SamplingParams
 from atoll.engine.step import StateCopy
 from atoll.errors import ConfigError
+from atoll.eval.numbers import flexible_number, is_number
+from atoll.eval.questions import Question
 from atoll.kv import num_image_pages, save_states
 from atoll.models.loader import LoadedModel, load_model
 
 Images = Literal["everywhere", "checkpoints"]
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 # Of each answer before the questions proper.
 WARM_UP_TOKENS = 8
-
-
-@dataclass(frozen=True)
-class Question:
-    """One problem in GSM8K's form: the number that counts is the last of the answer, after `####`."""
-
-    text: str
-    answer: Decimal
 
 
 @dataclass(frozen=True)
@@ -72,40 +61,6 @@ def setups(leaky_backend: str) -> tuple[Setup, ...]:
         Setup("not masked, no guard", {"attention_backend": leaky_backend, "kv_fill": "zero", "guard": "off"}),
         Setup("not masked, guard", {"attention_backend": leaky_backend, "kv_fill": "zero", "guard": "on"}),
     )
-
-
-def read_questions(path: Path, count: int | None = None) -> list[Question]:
-    """The first `count` lines of a JSONL file with "question" and "answer"; None: all.
-
-    Raises ConfigError for a file that is not there or not of that form.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"questions {str(path)!r} cannot be read: {error}; give a JSONL file with 'question' and 'answer' in each line") from error
-    found: list[Question] = []
-    for number, line in enumerate(lines, 1):
-        if count is not None and len(found) == count:
-            break
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            text, answer = str(entry["question"]), last_number(str(entry["answer"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}:{number} is not a JSON object with 'question' and 'answer': {error!r}; mend that line") from error
-        if answer is None:
-            raise ConfigError(f"{path}:{number} has an answer without a number; end it with a line like '#### 24'")
-        found.append(Question(text, answer))
-    if not found or (count is not None and len(found) < count):
-        raise ConfigError(f"{path} holds {len(found)} questions, {count or 1} were asked for; ask for fewer, or give another file")
-    return found
-
-
-def last_number(text: str) -> Decimal | None:
-    """The number after the last `####`, else the last number; None: there is none."""
-    numbers = NUMBER.findall(text.rpartition("####")[2]) or NUMBER.findall(text)
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def probe_fault(
@@ -161,7 +116,7 @@ def probe_fault(
 
 def is_exact(output: RequestOutput, question: Question) -> bool:
     """The answer's number is the question's; an answer that broke off in an error is none."""
-    return output.finish_reason != "error" and last_number(output.text) == question.answer
+    return output.finish_reason != "error" and is_number(flexible_number(output.text), question.number)
 
 
 def release_images(llm: LLM, prompts: Sequence[list[int]]) -> int:

@@ -1,7 +1,6 @@
-"""The fault's table: masked attention never moves, attention that does not mask breaks without the guard and is right with it; and how answers are read."""
+"""The fault's table: masked attention never moves, attention that does not mask breaks without the guard and is right with it; and which answers count."""
 
 import json
-from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,10 @@ from typer.testing import CliRunner
 from atoll.cli import app
 from atoll.engine.output import RequestOutput
 from atoll.errors import ConfigError
+from atoll.eval.questions import Question
 from atoll.kv import ReleaseGuard
 from atoll.models import LoadedModel, load_model
-from atoll.probe.fault import Question, is_exact, last_number, probe_fault, read_questions
+from atoll.probe.fault import is_exact, probe_fault
 from tests.engine.tiny import CONFIG, ByteTokenizer, TinyLoaded, tiny_model
 from tests.models.hybrids import CASES
 from tests.models.tiny import make_folder
@@ -35,7 +35,7 @@ def loaded(folder: Path) -> LoadedModel:
 
 
 def questions() -> list[Question]:
-    return [Question(text, Decimal(7)) for text in TEXTS]
+    return [Question(text, "so\n#### 7") for text in TEXTS]
 
 
 @pytest.mark.parametrize("kv_format", ["bf16", "fp8_tensor"])
@@ -74,60 +74,16 @@ def test_a_model_without_states_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("48/2 = <<48/2=24>>24 clips.\n#### 24", "24"),
-        ("#### 1,234", "1234"),
-        ("#### -3.50", "-3.5"),
-        ("first #### 5, then #### 6", "6"),
-        ("The answer is 17.", "17"),
-        ("12 then 13\n#### none", "13"),
-        ("", None),
-        ("no digits", None),
-    ],
-)
-def test_the_number_that_counts(text: str, number: str | None) -> None:
-    assert last_number(text) == (None if number is None else Decimal(number))
-
-
-@pytest.mark.parametrize(
-    ("text", "reason", "exact"), [("#### 7", "stop", True), ("#### 7.0", "length", True), ("#### 8", "stop", False), ("#### 7", "error", False)]
+    ("text", "reason", "exact"), [("#### 7", "stop", True), ("#### 7.", "length", True), ("#### 8", "stop", False), ("#### 7", "error", False)]
 )
 def test_an_exact_answer(text: str, reason: str, exact: bool) -> None:
     output = RequestOutput(request_id=0, prompt=None, prompt_token_ids=[1], text=text, token_ids=[1], finish_reason=reason)  # type: ignore[arg-type]
-    assert is_exact(output, Question("", Decimal(7))) == exact
+    assert is_exact(output, Question("", "#### 7")) == exact
 
 
 def write(path: Path, *lines: str) -> Path:
     path.write_text("\n".join(lines) + "\n")
     return path
-
-
-def test_questions_are_read_from_the_first_on(tmp_path: Path) -> None:
-    file = write(tmp_path / "q.jsonl", *(json.dumps({"question": f"q{i}", "answer": f"so\n#### {i}"}) for i in range(4)))
-    assert read_questions(file, 2) == [Question("q0", Decimal(0)), Question("q1", Decimal(1))]
-    assert len(read_questions(file)) == 4
-
-
-@pytest.mark.parametrize(
-    ("lines", "count", "message"),
-    [
-        (["{}"], None, r"q.jsonl:1 is not a JSON object with 'question' and 'answer': KeyError"),
-        (["nonsense"], None, r"q.jsonl:1 is not a JSON object"),
-        (["[]"], None, r"q.jsonl:1 is not a JSON object"),
-        (['{"question": "a", "answer": "b"}'], None, r"q.jsonl:1 has an answer without a number"),
-        (['{"question": "a", "answer": "1"}'], 3, r"q.jsonl holds 1 questions, 3 were asked for"),
-        ([""], None, r"q.jsonl holds 0 questions, 1 were asked for"),
-    ],
-)
-def test_a_file_of_another_form_is_refused(tmp_path: Path, lines: list[str], count: int | None, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read_questions(write(tmp_path / "q.jsonl", *lines), count)
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_questions(tmp_path / "none.jsonl")
 
 
 # The command

@@ -60,7 +60,7 @@ BROKEN: list[tuple[Callable[[list[Module]], list[str]], str, str]] = [
     (rules.import_faults, "atoll/kv/pool.py", "from ..engine import llm\n"),
     (rules.import_faults, "atoll/kv/pool.py", "from .. import models\n"),
     (rules.import_faults, "atoll/ops/a.py", 'BACKENDS = {"x": "atoll.engine.x:run"}\n'),
-    (rules.import_faults, "atoll/bench/a.py", "from atoll.eval import tasks\n"),
+    (rules.import_faults, "atoll/eval/a.py", "from atoll.probe import fault\n"),
     (rules.import_faults, "atoll/probe/a.py", "from atoll import LLM\n"),
     (rules.import_faults, "atoll/__init__.py", "from atoll.cli import app\n"),
     (rules.import_faults, "atoll/errors.py", "from atoll.config import Config\n"),

@@ -1,0 +1,323 @@
+"""`atoll eval`: accuracy on questions with known answers, runs compared, and answers read back from the prefix cache."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from atoll.cli.base import EXIT_FOUND, engine_option, fail, stderr_console, write_json
+from atoll.config import EngineConfig, make_engine_config
+from atoll.engine.sampling import MAX_SEED, SamplingParams
+from atoll.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from atoll.eval.gsm8k import Gsm8kOptions
+    from atoll.eval.rows import Row
+    from atoll.eval.target import Target
+
+DEFAULT_FEWSHOT = 5
+DEFAULT_CONCURRENCY = EngineConfig.max_num_seqs
+
+eval_app = typer.Typer(no_args_is_help=True, help="Measure accuracy.")
+
+# What both commands that ask questions share.
+Data = Annotated[
+    Path | None,
+    typer.Option(help="JSONL with 'question' and 'answer' in GSM8K's form.", dir_okay=False, show_default="the demo model's 1,319 problems"),
+]
+Shots = Annotated[
+    Path | None,
+    typer.Option(
+        help="Where worked questions come from: the first lines, without the question asked.",
+        dir_okay=False,
+        show_default="train.jsonl beside the data, else the data",
+    ),
+]
+NumFewshot = Annotated[int | None, typer.Option(help="Worked questions before the one asked.", min=0, show_default="5; with --chat 0")]
+Chat = Annotated[bool, typer.Option("--chat", help="As a conversation, through the model's chat template.")]
+Model = Annotated[
+    str | None,
+    typer.Option(help="'demo', 'smollm2', a Hugging Face folder, or a .gguf file; a server's name for it.", show_default="demo; the server's first"),
+]
+BaseUrl = Annotated[str | None, typer.Option(help="Ask this OpenAI-compatible server instead.", show_default=False)]
+ApiKey = Annotated[str | None, typer.Option(help="For that server.", show_default=False)]
+ExtraBody = Annotated[str | None, typer.Option(help='JSON that goes into each request to a server, such as {"return_token_ids": true}.', show_default=False)]
+Limit = Annotated[int | None, typer.Option(help="Questions, from the first on.", min=1, show_default="all")]
+Concurrency = Annotated[int, typer.Option(help="Questions that are answered at a time.", min=1)]
+MaxTokens = Annotated[int, typer.Option(help="Tokens generated per question, at most.", min=1)]
+Temperature = Annotated[float, typer.Option(help="0: greedy.")]
+TopK = Annotated[int, typer.Option(help="Most likely tokens kept; 0: all.")]
+TopP = Annotated[float, typer.Option(help="Probability kept, from the most likely token down.")]
+Seed = Annotated[int, typer.Option(help="Of the first question; each next one, and each next pass, takes the next.", min=0, max=MAX_SEED // 2)]
+KvFormat = Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, fp8_tensor, fp8_token.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")]
+Option = Annotated[list[str] | None, typer.Option(help="Another engine option, as name=value; may be given again.", show_default=False)]
+Out = Annotated[Path | None, typer.Option(help="Write the run to this JSONL file, a row per question.", show_default=False)]
+Commit = Annotated[str | None, typer.Option(help="Commit to note in the run.", show_default="the checkout's")]
+AsJson = Annotated[bool, typer.Option("--json", help="The report as one JSON object.")]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The options that `gsm8k` and `replay` share."""
+
+    data: Path | None
+    shots: Path | None
+    num_fewshot: int | None
+    chat: bool
+    model: str | None
+    base_url: str | None
+    api_key: str | None
+    extra_body: str | None
+    limit: int | None
+    concurrency: int
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    kv_format: str
+    device: str
+    dtype: str
+    option: list[str] | None
+    out: Path | None
+    commit: str | None
+
+
+@eval_app.command("gsm8k")
+def eval_gsm8k(
+    data: Data = None,
+    shots: Shots = None,
+    num_fewshot: NumFewshot = None,
+    chat: Chat = False,
+    model: Model = None,
+    base_url: BaseUrl = None,
+    api_key: ApiKey = None,
+    extra_body: ExtraBody = None,
+    limit: Limit = None,
+    passes: Annotated[int, typer.Option(help="How often each question is asked.", min=1)] = 1,
+    concurrency: Concurrency = DEFAULT_CONCURRENCY,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    kv_format: KvFormat = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    option: Option = None,
+    out: Out = None,
+    commit: Commit = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask word problems and grade the answers as lm-eval's task gsm8k does: strict-match and flexible-extract, with standard errors."""
+    asked = _Asked(
+        data, shots, num_fewshot, chat, model, base_url, api_key, extra_body, limit, concurrency, max_tokens,
+        temperature, top_k, top_p, seed, kv_format, device, dtype, option, out, commit,
+    )  # fmt: skip
+    options, header = _options(asked, passes)
+    from atoll.eval.gsm8k import report_lines, run_gsm8k, sum_up
+
+    target = _target(asked)
+    with _writing(asked, header, target, "gsm8k", len(options.questions) * passes) as on_row:
+        report = sum_up(run_gsm8k(target, options, on_row))
+    if as_json:
+        write_json(asdict(report))
+    else:
+        typer.echo("\n".join(report_lines(report)))
+    _end(report.errors)
+
+
+@eval_app.command("replay")
+def eval_replay(
+    segment: Annotated[int, typer.Option(help="Questions that are filled and then read back together.", min=1)] = 64,
+    data: Data = None,
+    shots: Shots = None,
+    num_fewshot: NumFewshot = None,
+    chat: Chat = False,
+    model: Model = None,
+    base_url: BaseUrl = None,
+    api_key: ApiKey = None,
+    extra_body: ExtraBody = None,
+    limit: Limit = None,
+    concurrency: Concurrency = DEFAULT_CONCURRENCY,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    kv_format: KvFormat = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    option: Option = None,
+    out: Out = None,
+    commit: Commit = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask each segment of questions twice: the second pass reads its prompts from the prefix cache, and must give the first one's tokens.
+
+    Exits with 1 when an answer differs, 2 when the second pass read nothing from the cache.
+    """
+    asked = _Asked(
+        data, shots, num_fewshot, chat, model, base_url, api_key, extra_body, limit, concurrency, max_tokens,
+        temperature, top_k, top_p, seed, kv_format, device, dtype, option, out, commit,
+    )  # fmt: skip
+    options, header = _options(asked, 1)
+    from atoll.eval.gsm8k import report_lines, sum_up
+    from atoll.eval.replay import run_replay, segment_line
+
+    target = _target(asked)
+    with _writing(asked, header | {"segment": segment}, target, "replay", 2 * len(options.questions)) as on_row:
+        report = run_replay(target, options, segment, on_row, lambda found: None if as_json else typer.echo(segment_line(found)))
+    differing = report.divergences
+    if as_json:
+        summary = {"questions": len(options.questions), "prompt_tokens": report.prompt_tokens, "cached_tokens": report.cached_tokens}
+        write_json(summary | {"same": not differing, "segments": [asdict(one) for one in report.segments], "scores": asdict(sum_up(report.rows))})
+    else:
+        typer.echo("\n".join(report_lines(sum_up(report.rows))))
+        for one in differing:
+            typer.echo(f"question {one.index}: from {f'token {one.token}' if one.token is not None else f'character {one.character}'} on")
+        typer.echo("the same tokens" if not differing else f"{len(differing)} of {len(options.questions)} answers differ")
+    if differing:
+        raise typer.Exit(EXIT_FOUND)
+    _end(sum(row.failed for row in report.rows))
+
+
+@eval_app.command("compare")
+def eval_compare(
+    run_a: Annotated[Path, typer.Argument(help="A run that atoll eval wrote.", show_default=False)],
+    run_b: Annotated[Path, typer.Argument(help="Another run over the same questions.", show_default=False)],
+    by: Annotated[
+        Literal["auto", "output", "score"],
+        typer.Option(help="Same by output: every answer; by score: no significant difference; auto: by output where both were greedy."),
+    ] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Compare two runs question by question: only in A, only in B, McNemar's exact p, the difference with its interval, the first differing token.
+
+    Exits with 1 when they are different.
+    """
+    from atoll.eval.compare import compare_runs, comparison_lines
+    from atoll.eval.rows import read_run
+
+    a, b = read_run(run_a), read_run(run_b)
+    found = compare_runs(a, b, by)
+    if as_json:
+        write_json(asdict(found) | {"same": found.same})
+    else:
+        typer.echo("\n".join(comparison_lines(found, (str(run_a), str(run_b)))))
+    if not found.same:
+        raise typer.Exit(EXIT_FOUND)
+
+
+def _options(asked: _Asked, passes: int) -> "tuple[Gsm8kOptions, dict[str, Any]]":
+    """What is asked, and what a run notes of it."""
+    from atoll.eval.gsm8k import Gsm8kOptions
+    from atoll.eval.prompts import STOP, make_form
+    from atoll.eval.questions import DEMO_PROBLEMS, read_questions
+    from atoll.eval.rows import file_sha256
+
+    data = asked.data or DEMO_PROBLEMS
+    beside = data.with_name("train.jsonl")
+    shots = asked.shots or (beside if beside.is_file() else data)
+    num_fewshot = asked.num_fewshot if asked.num_fewshot is not None else (0 if asked.chat else DEFAULT_FEWSHOT)
+    params = SamplingParams(
+        max_tokens=asked.max_tokens, temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, seed=asked.seed, stop=() if asked.chat else STOP
+    )
+    form = make_form(read_questions(shots) if num_fewshot else [], num_fewshot, chat=asked.chat)
+    options = Gsm8kOptions(read_questions(data, asked.limit), form, params, passes)
+    header = {
+        "task": "gsm8k",
+        "data": str(data),
+        "data_sha256": file_sha256(data),
+        "shots": str(shots) if num_fewshot else None,
+        "shots_sha256": file_sha256(shots) if num_fewshot else None,
+        "num_fewshot": num_fewshot,
+        "chat": asked.chat,
+        "limit": asked.limit,
+        "passes": passes,
+        "sampling": asdict(params),
+    }
+    return options, header
+
+
+def _target(asked: _Asked) -> "Target":
+    if asked.base_url is not None:
+        idle = {"kv_format": "auto", "device": "auto", "dtype": "auto", "option": None}
+        given = [name for name, value in idle.items() if getattr(asked, name) not in (value, [])]
+        if given:
+            fail(f"--{given[0].replace('_', '-')} is an option of an engine in this process; give it to the server instead, or leave out --base-url")
+        from atoll.eval.endpoint import find_endpoint
+        from atoll.eval.server_target import ServerTarget
+
+        endpoint = find_endpoint(asked.base_url, model=asked.model, api_key=asked.api_key)
+        return ServerTarget(endpoint, concurrency=asked.concurrency, extra_body=_json_object(asked.extra_body))
+    if asked.extra_body is not None or asked.api_key is not None:
+        fail("--extra-body and --api-key are for a server; give --base-url as well")
+    options: dict[str, Any] = {"kv_format": asked.kv_format, "device": asked.device, "dtype": asked.dtype, "max_num_seqs": asked.concurrency}
+    options |= dict(engine_option(text) for text in asked.option or ())
+    make_engine_config(options)
+    from atoll.eval.engine_target import EngineTarget
+
+    with stderr_console().status(f"loading {asked.model or 'demo'}"):
+        return EngineTarget(asked.model or "demo", **options)
+
+
+def _json_object(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--extra-body {text!r} is no JSON: {error}; give an object") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"--extra-body {text!r} is a {type(found).__name__}; give a JSON object")
+    return found
+
+
+@contextmanager
+def _writing(asked: _Asked, header: dict[str, Any], target: "Target", command: str, total: int) -> "Iterator[Callable[[Row], None]]":
+    """Takes rows, one at a time: to the file, at once, and to a progress bar on a terminal."""
+    import atoll
+    from atoll.bench.rows import check_writable, git_commit
+    from atoll.eval.rows import header_line, row_line
+
+    if asked.out is not None:
+        check_writable(asked.out)
+        if asked.out.stat().st_size:
+            fail(f"--out {asked.out} holds something already; name another file, or remove it")
+    header = {"command": f"eval {command}", "atoll": atoll.__version__, "python": sys.version.split()[0], "commit": asked.commit or git_commit()} | header
+    from rich.progress import Progress
+
+    console = stderr_console()
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("answers", total=total)
+        file = asked.out.open("w", encoding="utf-8") if asked.out is not None else None
+        try:
+            if file is not None:
+                file.write(header_line(header | {"target": target.describe()}))
+
+            def on_row(row: "Row") -> None:
+                progress.advance(bar)
+                if file is not None:
+                    file.write(row_line(row))
+                    file.flush()
+
+            yield on_row
+        finally:
+            if file is not None:
+                file.close()
+
+
+def _end(errors: int) -> None:
+    if errors:
+        typer.echo(f"error: {errors} answers ended in an error; --out keeps what each said", err=True)
+        raise typer.Exit(EXIT_FOUND)

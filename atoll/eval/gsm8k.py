@@ -1,0 +1,93 @@
+"""`eval gsm8k`: word problems asked of an engine or a server, each answer graded as it comes, and what they sum up to."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from atoll.engine.sampling import SamplingParams
+from atoll.eval.figures import Mean, mean_of
+from atoll.eval.prompts import PromptForm
+from atoll.eval.questions import Question
+from atoll.eval.rows import Row, make_row, question_means
+from atoll.eval.target import Target
+
+
+@dataclass(frozen=True)
+class Gsm8kOptions:
+    """What is asked, and how."""
+
+    questions: Sequence[Question]
+    form: PromptForm
+    params: SamplingParams  # its seed is the first question's; each later question and pass takes the next
+    passes: int = 1
+
+
+@dataclass(frozen=True)
+class Gsm8kReport:
+    """A run summed up."""
+
+    questions: int
+    passes: int
+    strict: Mean
+    flexible: Mean
+    flexible_by_pass: list[float]
+    empty: int  # answers without any text, over all passes as the counts below
+    truncated: int  # cut at max_tokens, or at what the model can hold
+    garbled: int  # with characters that are garbage after their prompt
+    errors: int
+    output_tokens: int | None  # None: the server did not tell
+    cached_tokens: int | None
+
+
+def run_gsm8k(target: Target, options: Gsm8kOptions, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
+    """Ask all questions, pass after pass; rows in the order in which they are done."""
+    rows = []
+    num_questions = len(options.questions)
+    for i_pass in range(options.passes):
+        for row in ask_pass(target, options, range(num_questions), i_pass, seed_offset=i_pass * num_questions):
+            rows.append(row)
+            on_row(row)
+    return rows
+
+
+def ask_pass(target: Target, options: Gsm8kOptions, indices: Sequence[int], i_pass: int, *, seed_offset: int = 0) -> Iterator[Row]:
+    """Ask some of the questions once."""
+    prompts = [options.form.prompt(options.questions[index]) for index in indices]
+    params = [replace(options.params, seed=(options.params.seed or 0) + seed_offset + index) for index in indices]
+    for answer in target.ask(prompts, params):
+        i = answer.index
+        seed = params[i].seed
+        assert seed is not None
+        yield make_row(i_pass, indices[i], options.questions[indices[i]], prompts[i], seed, answer)
+
+
+def sum_up(rows: Sequence[Row]) -> Gsm8kReport:
+    """Standard errors are over questions: more passes over the same ones do not make them smaller than the questions' own variety."""
+    passes = sorted({row.pass_index for row in rows})
+    output, cached = ([getattr(row, name) for row in rows] for name in ("num_output_tokens", "num_cached_tokens"))
+    return Gsm8kReport(
+        questions=len({row.index for row in rows}),
+        passes=len(passes),
+        strict=mean_of(list(question_means(rows, "strict").values())),
+        flexible=mean_of(list(question_means(rows, "flexible").values())),
+        flexible_by_pass=[mean_of([row.flexible for row in rows if row.pass_index == i_pass]).value for i_pass in passes],
+        empty=sum(row.empty for row in rows),
+        truncated=sum(row.truncated for row in rows),
+        garbled=sum(row.garbled for row in rows),
+        errors=sum(row.failed for row in rows),
+        output_tokens=None if None in output else sum(output),
+        cached_tokens=None if None in cached else sum(cached),
+    )
+
+
+def report_lines(report: Gsm8kReport) -> list[str]:
+    asked = f"{report.questions} questions" + (f", {report.passes} passes" if report.passes > 1 else "")
+    lines = [f"{name:<17} {_mean(mean)}   ({asked})" for name, mean in (("strict-match", report.strict), ("flexible-extract", report.flexible))]
+    if report.passes > 1:
+        lines.append("flexible by pass  " + " ".join(f"{value:.4f}" for value in report.flexible_by_pass))
+    lines.append(f"empty {report.empty}, truncated {report.truncated}, garbled {report.garbled}, errors {report.errors}")
+    told = [f"{name} tokens {count}" for name, count in (("output", report.output_tokens), ("cached prompt", report.cached_tokens)) if count is not None]
+    return [*lines, ", ".join(told)] if told else lines
+
+
+def _mean(mean: Mean) -> str:
+    return f"{mean.value:.4f}" + (f" ± {mean.stderr:.4f}" if mean.stderr is not None else "")

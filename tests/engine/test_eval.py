@@ -1,0 +1,51 @@
+"""The demo model's answers graded offline; two runs are the same, and a run whose attention leaks is not."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from atoll.cli import app
+
+RUN = ["eval", "gsm8k", "--limit", "4", "--num-fewshot", "0", "--max-tokens", "48", "--device", "cpu", "--option", "max_model_len=256", "--concurrency", "4"]
+LEAKY = ["--option", "attention_backend=leaky", "--option", "guard=off", "--option", "kv_fill=nan"]
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "a.jsonl"
+    result = invoke(*RUN, "--out", str(out))
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_a_run_keeps_what_repeats_it(first: Path) -> None:
+    header, *rows = (json.loads(line) for line in first.read_text().splitlines())
+    assert header["run"]["target"]["options"] == {"kv_format": "auto", "device": "cpu", "dtype": "auto", "max_num_seqs": 4, "max_model_len": 256}
+    assert header["run"]["target"]["settled"].items() >= {"attention_backend": "reference", "guard": False, "max_model_len": 256}.items()
+    assert sorted(row["index"] for row in rows) == [0, 1, 2, 3]
+    short = next(row for row in rows if row["index"] == 1)
+    assert (short["strict"], short["strict_number"], short["finish_reason"], short["num_output_tokens"]) == (False, None, "length", 48)
+
+
+def test_two_runs_are_the_same_and_a_leaky_one_is_not(first: Path, tmp_path: Path) -> None:
+    again, leaky = tmp_path / "b.jsonl", tmp_path / "c.jsonl"
+    assert invoke(*RUN, "--out", str(again)).exit_code == 0
+    assert invoke("eval", "compare", str(first), str(again)).exit_code == 0
+    broken = invoke(*RUN, *LEAKY, "--out", str(leaky))
+    assert broken.exit_code == 1 and "errors 4" in broken.stdout
+    compared = invoke("eval", "compare", str(first), str(leaky))
+    assert compared.exit_code == 1 and "4 of 4 answers differ" in compared.stdout
+
+
+def test_a_conversation_goes_through_the_chat_template(tmp_path: Path) -> None:
+    out = tmp_path / "chat.jsonl"
+    result = invoke(*RUN[:-2], "--concurrency", "1", "--limit", "1", "--chat", "--max-tokens", "128", "--out", str(out), "--json")
+    assert result.exit_code == 0 and json.loads(result.stdout)["strict"]["value"] == 1.0
+    header = json.loads(out.read_text().splitlines()[0])["run"]
+    assert (header["chat"], header["sampling"]["stop"]) == (True, [])
