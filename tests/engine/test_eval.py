@@ -49,3 +49,27 @@ def test_a_conversation_goes_through_the_chat_template(tmp_path: Path) -> None:
     assert result.exit_code == 0 and json.loads(result.stdout)["strict"]["value"] == 1.0
     header = json.loads(out.read_text().splitlines()[0])["run"]
     assert (header["chat"], header["sampling"]["stop"]) == (True, [])
+
+
+REPLAY = ["eval", "replay", "--limit", "3", "--segment", "2", "--num-fewshot", "0", "--max-tokens", "24", "--device", "cpu", "--option", "max_model_len=256"]
+
+
+def test_what_comes_back_from_the_prefix_cache_says_the_same() -> None:
+    result = invoke(*REPLAY, "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["same"] and 0 < report["cached_tokens"] < report["prompt_tokens"]
+    assert [segment["cached_tokens"][0] for segment in report["segments"]] == [0, 0]
+
+
+def test_control_states_that_are_not_restored_show_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.engine.runner.restore_states", lambda slots, pool, copies: None)
+    result = invoke(*REPLAY)
+    assert result.exit_code == 1
+    assert "answers differ" in result.stdout
+
+
+def test_a_replay_without_a_prefix_cache_is_refused() -> None:
+    result = invoke(*REPLAY, "--option", "prefix_caching=false")
+    assert result.exit_code == 2
+    assert "so nothing was replayed; switch prefix caching on" in result.stderr
