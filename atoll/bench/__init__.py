@@ -1,1 +1,1 @@
-"""Measured speed: decode attention over its shapes, and the whole engine beside another one."""
+"""Measured speed: decode attention over its shapes, the whole engine beside another one, and servers under load."""

@@ -4,6 +4,7 @@ import typer
 
 from atoll.cli.base import AtollGroup
 from atoll.cli.bench import bench_app
+from atoll.cli.bench_serve import bench_ab, bench_serve
 from atoll.cli.eval import eval_app
 from atoll.cli.generate import generate
 from atoll.cli.info import info
@@ -21,6 +22,8 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.add_typer(probe_app, name="probe")
+bench_app.command("serve")(bench_serve)
+bench_app.command("ab")(bench_ab)
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")
 app.command()(info)

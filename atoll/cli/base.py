@@ -90,3 +90,16 @@ def engine_option(text: str) -> tuple[str, object]:
     if value.lower() in named:
         return name, named[value.lower()]
     return name, int(value) if value.lstrip("-").isdecimal() else value
+
+
+def json_object(text: str | None) -> dict[str, Any]:
+    """Of --extra-body; none given is an empty one."""
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--extra-body {text!r} is no JSON: {error}; give an object") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"--extra-body {text!r} is a {type(found).__name__}; give a JSON object")
+    return found

@@ -1,6 +1,5 @@
 """`atoll eval`: accuracy on questions with known answers, runs compared, and answers read back from the prefix cache."""
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from atoll.cli.base import EXIT_FOUND, engine_option, fail, stderr_console, write_json
+from atoll.cli.base import EXIT_FOUND, engine_option, fail, json_object, stderr_console, write_json
 from atoll.config import EngineConfig, make_engine_config
 from atoll.engine.sampling import MAX_SEED, SamplingParams
-from atoll.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -259,7 +257,7 @@ def _target(asked: _Asked) -> "Target":
         from atoll.eval.server_target import ServerTarget
 
         endpoint = find_endpoint(asked.base_url, model=asked.model, api_key=asked.api_key)
-        return ServerTarget(endpoint, concurrency=asked.concurrency, extra_body=_json_object(asked.extra_body))
+        return ServerTarget(endpoint, concurrency=asked.concurrency, extra_body=json_object(asked.extra_body))
     if asked.extra_body is not None or asked.api_key is not None:
         fail("--extra-body and --api-key are for a server; give --base-url as well")
     options: dict[str, Any] = {"kv_format": asked.kv_format, "device": asked.device, "dtype": asked.dtype, "max_num_seqs": asked.concurrency}
@@ -269,18 +267,6 @@ def _target(asked: _Asked) -> "Target":
 
     with stderr_console().status(f"loading {asked.model or 'demo'}"):
         return EngineTarget(asked.model or "demo", **options)
-
-
-def _json_object(text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--extra-body {text!r} is no JSON: {error}; give an object") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"--extra-body {text!r} is a {type(found).__name__}; give a JSON object")
-    return found
 
 
 @contextmanager
