@@ -34,6 +34,9 @@ class EngineTarget:
                     error=output.error,
                 )
 
+    def forget(self) -> None:
+        self.llm.reset_prefix_cache()
+
     def describe(self) -> dict[str, Any]:
         engine = self.llm.engine
         settled = {

@@ -51,10 +51,12 @@ def run_replay(
 ) -> ReplayReport:
     """Both passes of a segment before the next segment, so that a cache smaller than all prompts still holds those of one.
 
+    The prefix cache is emptied once, before the first pass: later segments meet a pool in use, and evict what earlier ones left.
     Raises ConfigError for a segment size below 1, or where the second pass read nothing from the cache: then the replay has shown nothing.
     """
     if segment_size < 1:
         raise ConfigError(f"segment {segment_size} is below 1; give the number of questions that are filled and read back together")
+    target.forget()
     segments: list[Segment] = []
     rows: list[Row] = []
     for first in range(0, len(options.questions), segment_size):

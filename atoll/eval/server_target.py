@@ -30,9 +30,11 @@ class ServerTarget:
         self._wait = wait
 
     def ask(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Iterator[Answer]:
+        limits = http.Limits(max_connections=self._concurrency)
+        # The client is closed first: on an interrupt, requests that are under way then end at once.
         with (
-            http.Client(headers=self._endpoint.headers, timeout=timeout(), limits=http.Limits(max_connections=self._concurrency), trust_env=False) as client,
             ThreadPoolExecutor(self._concurrency) as threads,
+            http.Client(headers=self._endpoint.headers, timeout=timeout(), limits=limits, trust_env=False) as client,
         ):
             work = [threads.submit(self._ask_one, client, index, *one) for index, one in enumerate(zip(prompts, params, strict=True))]
             try:
@@ -41,6 +43,13 @@ class ServerTarget:
             finally:
                 # However this ends, what has not begun is not asked.
                 threads.shutdown(wait=False, cancel_futures=True)
+
+    def forget(self) -> None:
+        """By /reset_prefix_cache, which vLLM has too; a server without it keeps its cache."""
+        try:
+            http.post(f"{self._endpoint.base_url}/reset_prefix_cache", headers=self._endpoint.headers, timeout=timeout(), trust_env=False)
+        except http.HTTPError:
+            return
 
     def describe(self) -> dict[str, Any]:
         told: Any = None

@@ -28,5 +28,8 @@ class Target(Protocol):
     def ask(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Iterator[Answer]:
         """One answer per prompt, in the order in which they are done. What goes wrong with one prompt is told in its answer."""
 
+    def forget(self) -> None:
+        """Empty the prefix cache, where that can be done; nothing is being answered."""
+
     def describe(self) -> dict[str, Any]:
         """What a run must note to be repeated: the model, the options, the versions."""

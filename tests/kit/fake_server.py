@@ -69,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         state = self.server_state
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
         with state.lock:
             state.bodies.append(body)
             state.paths.append(self.path)
@@ -80,6 +80,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if refusal is not None:
                 self._send(refusal, {"error": {"message": "not now"}}, {"Retry-After": "0"})
+            elif self.path == "/reset_prefix_cache":
+                self._send(200, {})
             elif body.get("stream"):
                 self._stream(body)
             else:

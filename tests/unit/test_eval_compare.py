@@ -43,6 +43,9 @@ class Parrot:
             yield replace(answer, **self.spoilt.get((self.num_calls, index), {}))
         self.num_calls += 1
 
+    def forget(self) -> None:
+        assert self.num_calls == 0
+
     def describe(self) -> dict[str, Any]:
         return {"kind": "parrot"}
 

@@ -139,6 +139,7 @@ def test_the_command_replays_over_http(tmp_path: Path) -> None:
         command = ["eval", "replay", "--base-url", server.url, "--data", str(data_file(tmp_path)), "--num-fewshot", "1", "--segment", "4"]
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output
+        assert server.paths[:2] == ["/reset_prefix_cache", "/v1/completions"] and server.paths.count("/reset_prefix_cache") == 1
         assert "questions 8 to 9: 0 differ; prompt tokens from the cache: filling 8, reading back 8, of 14" in result.stdout
         assert result.stdout.endswith("the same tokens\n")
         server.say = lambda body: [str(len(server.bodies))]
