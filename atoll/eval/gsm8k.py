@@ -30,6 +30,7 @@ class Gsm8kReport:
     strict: Mean
     flexible: Mean
     flexible_by_pass: list[float]
+    flexible_by_split: dict[str, Mean]  # where the questions' file names splits
     empty: int  # answers without any text, over all passes as the counts below
     truncated: int  # cut at max_tokens, or at what the model can hold
     garbled: int  # with characters that are garbage after their prompt
@@ -63,6 +64,7 @@ def ask_pass(target: Target, options: Gsm8kOptions, indices: Sequence[int], i_pa
 def sum_up(rows: Sequence[Row]) -> Gsm8kReport:
     """Standard errors are over questions: more passes over the same ones do not make them smaller than the questions' own variety."""
     passes = sorted({row.pass_index for row in rows})
+    splits = sorted({row.split for row in rows if row.split is not None})
     output, cached = ([getattr(row, name) for row in rows] for name in ("num_output_tokens", "num_cached_tokens"))
     return Gsm8kReport(
         questions=len({row.index for row in rows}),
@@ -70,6 +72,7 @@ def sum_up(rows: Sequence[Row]) -> Gsm8kReport:
         strict=mean_of(list(question_means(rows, "strict").values())),
         flexible=mean_of(list(question_means(rows, "flexible").values())),
         flexible_by_pass=[mean_of([row.flexible for row in rows if row.pass_index == i_pass]).value for i_pass in passes],
+        flexible_by_split={split: mean_of(list(question_means(_of(rows, split), "flexible").values())) for split in splits},
         empty=sum(row.empty for row in rows),
         truncated=sum(row.truncated for row in rows),
         garbled=sum(row.garbled for row in rows),
@@ -79,11 +82,16 @@ def sum_up(rows: Sequence[Row]) -> Gsm8kReport:
     )
 
 
+def _of(rows: Sequence[Row], split: str) -> list[Row]:
+    return [row for row in rows if row.split == split]
+
+
 def report_lines(report: Gsm8kReport) -> list[str]:
     asked = f"{report.questions} questions" + (f", {report.passes} passes" if report.passes > 1 else "")
     lines = [f"{name:<17} {_mean(mean)}   ({asked})" for name, mean in (("strict-match", report.strict), ("flexible-extract", report.flexible))]
     if report.passes > 1:
         lines.append("flexible by pass  " + " ".join(f"{value:.4f}" for value in report.flexible_by_pass))
+    lines += [f"flexible, {split}: {_mean(mean)}" for split, mean in report.flexible_by_split.items()]
     lines.append(f"empty {report.empty}, truncated {report.truncated}, garbled {report.garbled}, errors {report.errors}")
     told = [f"{name} tokens {count}" for name, count in (("output", report.output_tokens), ("cached prompt", report.cached_tokens)) if count is not None]
     return [*lines, ", ".join(told)] if told else lines

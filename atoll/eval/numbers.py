@@ -8,7 +8,8 @@ import re
 
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
-_DROPPED = re.compile(r",|\$|(?s:.*#### )|\.$")
+# One after the other: what the first leaves may show the last its point.
+_DROPPED = tuple(re.compile(pattern) for pattern in (r",", r"\$", r"(?s).*#### ", r"\.$"))
 
 
 def strict_number(text: str) -> str | None:
@@ -25,7 +26,9 @@ def flexible_number(text: str) -> str | None:
 
 def normal_form(number: str) -> str:
     """What is compared."""
-    return _DROPPED.sub("", number)
+    for dropped in _DROPPED:
+        number = dropped.sub("", number)
+    return number
 
 
 def is_number(found: str | None, number: str) -> bool:

@@ -16,6 +16,7 @@ class Question:
 
     text: str
     answer: str  # the whole worked answer, as it is shown in a few-shot prompt
+    split: str | None = None  # part of the file, where it names one, with a score of its own
 
     @property
     def number(self) -> str:
@@ -24,7 +25,7 @@ class Question:
 
 
 def read_questions(path: Path, count: int | None = None) -> list[Question]:
-    """The first `count` lines of a JSONL file with "question" and "answer"; None: all. Empty lines do not count.
+    """The first `count` lines of a JSONL file with "question" and "answer", and maybe "split"; None: all. Empty lines do not count.
 
     Raises ConfigError for a file that is not there or not of that form.
     """
@@ -40,7 +41,7 @@ def read_questions(path: Path, count: int | None = None) -> list[Question]:
             continue
         try:
             entry = json.loads(line)
-            question = Question(str(entry["question"]), str(entry["answer"]))
+            question = Question(str(entry["question"]), str(entry["answer"]), None if entry.get("split") is None else str(entry["split"]))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}:{number} is not a JSON object with 'question' and 'answer': {error!r}; mend that line") from error
         if strict_number(question.answer) is None:

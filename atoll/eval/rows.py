@@ -22,6 +22,7 @@ class Row:
     pass_index: int
     index: int  # of the question in its file, from 0
     question: str
+    split: str | None  # part of the file that the question belongs to
     number: str  # asked for, in its normal form
     prompt_sha256: str  # of the prompt's text, or of its messages as JSON
     num_prompt_tokens: int | None
@@ -80,6 +81,7 @@ def make_row(pass_index: int, index: int, question: Question, prompt: Prompt, se
         pass_index=pass_index,
         index=index,
         question=question.text,
+        split=question.split,
         number=question.number,
         prompt_sha256=prompt_sha256(prompt),
         num_prompt_tokens=answer.num_prompt_tokens,

@@ -30,6 +30,7 @@ def test_a_run_keeps_what_repeats_it(first: Path) -> None:
     assert header["run"]["target"]["settled"].items() >= {"attention_backend": "reference", "guard": False, "max_model_len": 256}.items()
     assert sorted(row["index"] for row in rows) == [0, 1, 2, 3]
     short = next(row for row in rows if row["index"] == 1)
+    assert short["split"] == "numbers"
     assert (short["strict"], short["strict_number"], short["finish_reason"], short["num_output_tokens"]) == (False, None, "length", 48)
 
 

@@ -39,7 +39,9 @@ def test_numbers_are_found_as_lm_eval_finds_them(text: str, strict: str | None, 
     assert (strict_number(text), flexible_number(text)) == (strict, flexible)
 
 
-@pytest.mark.parametrize(("written", "compared"), [("1,234", "1234"), ("$18.", "18"), ("7.0", "7.0"), ("5,", "5"), ("-3.50", "-3.50"), ("#### 9", "9")])
+@pytest.mark.parametrize(
+    ("written", "compared"), [("1,234", "1234"), ("$18.", "18"), ("7.0", "7.0"), ("5,", "5"), ("7.,", "7"), ("-3.50", "-3.50"), ("#### 9", "9")]
+)
 def test_numbers_are_compared_as_lm_eval_compares_them(written: str, compared: str) -> None:
     assert normal_form(written) == compared
     assert is_number(written, compared)

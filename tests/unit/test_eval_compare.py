@@ -115,6 +115,17 @@ def test_passes_take_new_seeds_and_count_once_for_each_question() -> None:
     assert "strict-match      0.9750 ± 0.0250   (20 questions, 2 passes)" in text and "truncated 1" in text
 
 
+def test_each_split_has_its_score() -> None:
+    questions = [replace(question, split="even" if i % 2 == 0 else "odd") for i, question in enumerate(QUESTIONS)]
+    target = Parrot()
+    for index in (1, 3):
+        target.spoilt[0, index] = {"text": "no"}
+    report = sum_up(run_gsm8k(target, replace(options(), questions=questions)))
+    assert {split: mean.value for split, mean in report.flexible_by_split.items()} == {"even": 1.0, "odd": 0.8}
+    assert "flexible, odd: 0.8000 ± 0.1333" in report_lines(report)
+    assert sum_up(run_gsm8k(Parrot(), options())).flexible_by_split == {}
+
+
 def test_a_server_that_tells_no_tokens_leaves_them_out() -> None:
     target = Parrot()
     target.spoilt[0, 0] = {"num_output_tokens": None, "num_cached_tokens": None}
