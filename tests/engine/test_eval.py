@@ -44,6 +44,13 @@ def test_two_runs_are_the_same_and_a_leaky_one_is_not(first: Path, tmp_path: Pat
     assert compared.exit_code == 1 and "4 of 4 answers differ" in compared.stdout
 
 
+def test_a_guarded_run_of_leaky_attention_is_the_same(first: Path, tmp_path: Path) -> None:
+    out = tmp_path / "guarded.jsonl"
+    assert invoke(*RUN, "--option", "attention_backend=leaky", "--option", "guard=on", "--out", str(out)).exit_code == 0
+    assert json.loads(out.read_text().splitlines()[0])["run"]["target"]["settled"]["guard"] is True
+    assert invoke("eval", "compare", str(first), str(out)).exit_code == 0
+
+
 def test_a_conversation_goes_through_the_chat_template(tmp_path: Path) -> None:
     out = tmp_path / "chat.jsonl"
     result = invoke(*RUN[:-2], "--concurrency", "1", "--limit", "1", "--chat", "--max-tokens", "128", "--out", str(out), "--json")
