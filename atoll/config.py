@@ -1,6 +1,9 @@
 """Engine configuration: frozen dataclasses, every field with its unit and default; knows no tensor and no model."""
 
+import math
+import os
 from dataclasses import dataclass, fields
+from dataclasses import field as dataclass_field
 from typing import Any
 
 from atoll.errors import ConfigError
@@ -11,6 +14,7 @@ KV_FORMAT_OPTIONS = ("auto", "fp32", "bf16", "fp16", "fp8_tensor", "fp8_token") 
 KV_FILLS = ("zero", "nan", "0x7f", "inf", "max", "random")  # atoll.kv.FILLS, without its torch
 CHECKPOINT_POLICIES = ("ladder", "prompt", "demand", "end")  # atoll.engine.placement says what each is
 MAX_PAGE_SIZE = 1024  # tokens; as in atoll.ops.attention.spec
+LOG_LEVELS = ("debug", "info", "warning", "error")
 GUARDS = ("auto", "on", "off")
 PREFILL_GRID = 64  # tokens; the chunk of the gated delta rule, so that one grid fits every layer
 
@@ -81,6 +85,33 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         _check_step_budget(self.max_num_batched_tokens, self.max_num_seqs, self.prefill_grid)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What a server allows its clients, and where it listens."""
+
+    host: str = "127.0.0.1"  # whoever can reach it can use it, unless there is a key
+    port: int = 8000  # 0: a free one
+    # Asked of every request but /health, as "Authorization: Bearer KEY". None: of nobody. Not in logs.
+    api_key: str | None = dataclass_field(default_factory=lambda: os.environ.get("ATOLL_API_KEY") or None, repr=False)
+    max_queued: int = 1024  # sequences accepted beyond those that fit in a step; more are refused with 429
+    max_n: int = 16  # sequences for one prompt
+    max_body_bytes: int = 16 * 2**20  # of a request
+    shutdown_s: float = 30.0  # seconds that running requests have to finish after SIGTERM
+    num_text_threads: int = 2  # threads that tokenize and fill in chat templates
+    log_level: str = "warning"  # info: a line per request
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("port", 0, 65535), ("max_queued", 0, None), ("max_n", 1, None), ("max_body_bytes", 1, None), ("num_text_threads", 1, 64)):
+            value = getattr(self, name)
+            if type(value) is not int or value < low or (high is not None and value > high):
+                raise ConfigError(f"{name} {value!r} is no integer from {low}{'' if high is None else f' to {high}'}; give one in that range")
+        if not math.isfinite(self.shutdown_s) or self.shutdown_s < 0:
+            raise ConfigError(f"shutdown_s {self.shutdown_s} is not a number of seconds from 0; give for example 30")
+        _check_choice("log_level", self.log_level, LOG_LEVELS)
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip() == self.api_key and self.api_key):
+            raise ConfigError("the API key is empty, or holds spaces around it or characters that a header cannot carry; give one of printable ASCII")
 
 
 def make_engine_config(options: dict[str, Any]) -> EngineConfig:

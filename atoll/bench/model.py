@@ -165,8 +165,8 @@ def _measure(row: ModelRow, model: Model | HybridModel, config: ModelConfig, opt
     step = make_step(config, layout, row.batch, row.context, seed=options.seed)
     # The first step compiles, and captures the graph; the second replays it for the first time.
     for _ in range(2):
-        tokens = runner.execute(step)
-        assert all(token.token_id is not None for token in tokens.values()), "random weights gave logits that are not finite"
+        result = runner.execute(step)
+        assert all(token.token_id is not None for token in result.tokens.values()), "random weights gave logits that are not finite"
     graph = runner.captured_graph(row.batch)
     samples_us = [_wall_us(lambda: runner.execute(step)) for _ in range(options.replays)]
     row.attention_backend, row.graph, row.replays = runner.attention_backend, graph is not None, options.replays

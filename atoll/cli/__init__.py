@@ -9,6 +9,7 @@ from atoll.cli.eval import eval_app
 from atoll.cli.generate import generate
 from atoll.cli.info import info
 from atoll.cli.probe import probe_app
+from atoll.cli.serve import serve
 
 __all__ = ["app"]
 
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Serve language models from a paged pool in which a sequence's output depends only on the rows that it owns.",
 )
+app.command()(serve)
 app.command()(generate)
 app.add_typer(probe_app, name="probe")
 bench_app.command("serve")(bench_serve)

@@ -30,6 +30,7 @@ class _Generation:
     index: int
     text: TextStream
     logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs | None]
     stop_reason: str | int | None = None
     error: str | None = None
 
@@ -60,6 +61,7 @@ class Engine:
         self.scheduler = Scheduler(config, pool.ledger, slots.ledger if slots is not None else None, guard)
         self.vocab_size = vocab_size
         self.num_steps = 0
+        self.num_preemptions = 0
         self._seed = seed
         self._next_id = 0
         self._generations: dict[int, _Generation] = {}
@@ -120,7 +122,7 @@ class Engine:
             stop_token_ids=frozenset(eos) | frozenset(params.stop_token_ids),
             prefix=PrefixUse.of_salt(cache_salt),
         )
-        self._generations[request_id] = _Generation(request, prompt, index, TextStream(self.tokenizer.detokenizer(), params.stop), [])
+        self._generations[request_id] = _Generation(request, prompt, index, TextStream(self.tokenizer.detokenizer(), params.stop), [], [None] * len(token_ids))
         self.scheduler.add(request)
         return request_id
 
@@ -129,10 +131,17 @@ class Engine:
         if not self.has_work:
             return []
         step = self.scheduler.schedule()
-        tokens = self.runner.execute(step)
+        result = self.runner.execute(step)
         self.scheduler.commit(step, {row.request_id: self._generations[row.request_id].request for row in step.rows})
         self.num_steps += 1
-        pieces = [self._advance(self._generations[request_id], token) for request_id, token in tokens.items()]
+        self.num_preemptions += len(step.preempted)
+        for row in step.rows:
+            if row.request_id in result.scores:
+                # By position: after a preemption the same tokens are scored again.
+                first = row.start + 1
+                scores = result.scores[row.request_id]
+                self._generations[row.request_id].prompt_logprobs[first : first + len(scores)] = scores
+        pieces = [self._advance(self._generations[request_id], token) for request_id, token in result.tokens.items()]
         self._check_idle()
         return pieces
 
@@ -164,18 +173,21 @@ class Engine:
         request.output_token_ids.append(token.token_id)
         if token.logprobs is not None:
             generation.logprobs.append(token.logprobs)
-        new = [token.token_id]
+        reason: FinishReason | None = None
         if counts and token.token_id in request.stop_token_ids:
             generation.stop_reason = token.token_id
-            return self._finish(generation, "stop", new)
-        generation.text.push(token.token_id, may_stop=counts)
-        if generation.text.stopped_by is not None:
-            return self._finish(generation, "stop", new)
-        if len(request.output_token_ids) >= request.max_tokens:
-            return self._finish(generation, "length", new)
-        return StreamPiece(request.request_id, generation.index, generation.text.take(), new)
+            reason = "stop"
+        else:
+            generation.text.push(token.token_id, may_stop=counts)
+            if generation.text.stopped_by is not None:
+                reason = "stop"
+            elif len(request.output_token_ids) >= request.max_tokens:
+                reason = "length"
+        if reason is not None:
+            return self._finish(generation, reason, token)
+        return _piece(generation, generation.text.take(), token)
 
-    def _finish(self, generation: _Generation, reason: FinishReason, new: list[int] | None = None) -> StreamPiece:
+    def _finish(self, generation: _Generation, reason: FinishReason, token: SampledToken | None = None) -> StreamPiece:
         request = generation.request
         # Rows and states behind logits of NaN must not reach another request.
         self.scheduler.finish(request, discard=reason == "error")
@@ -194,13 +206,24 @@ class Engine:
             stop_reason=generation.stop_reason,
             error=generation.error,
             logprobs=generation.logprobs if request.params.logprobs is not None else None,
+            prompt_logprobs=generation.prompt_logprobs if request.params.prompt_logprobs is not None else None,
             num_preemptions=request.num_preemptions,
             num_cached_tokens=request.prefix.num_cached_tokens or 0,
             prefix_misses=dict(request.prefix.misses),
         )
-        return StreamPiece(request.request_id, generation.index, piece, new or [], output)
+        return _piece(generation, piece, token, output)
 
     def _check_idle(self) -> None:
         if not self.has_work:
             # No request is left, so no slot may be held, and no page but those of the prefix cache: a recount finds one that was lost.
             self.check()
+
+
+def _piece(generation: _Generation, text: str, token: SampledToken | None, output: RequestOutput | None = None) -> StreamPiece:
+    """What a request's new token added, if it has one."""
+    token_ids = [token.token_id] if token is not None and token.token_id is not None else []
+    logprobs = (token.logprobs,) if token is not None and token.logprobs is not None else ()
+    request = generation.request
+    scored = request.params.prompt_logprobs is not None and len(request.output_token_ids) == 1
+    prompt_logprobs = generation.prompt_logprobs if scored else None
+    return StreamPiece(request.request_id, generation.index, text, token_ids, output, logprobs, prompt_logprobs)

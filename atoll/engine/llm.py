@@ -7,6 +7,7 @@ from atoll.config import make_engine_config
 from atoll.engine.build import choose_device, choose_dtype, make_engine
 from atoll.engine.engine import Engine
 from atoll.engine.output import RequestOutput, StreamPiece
+from atoll.engine.prompts import MESSAGE_EXAMPLE, Message, encode_conversation, encode_prompt
 from atoll.engine.sampling import SamplingParams
 from atoll.errors import RequestError
 
@@ -14,9 +15,6 @@ if TYPE_CHECKING:
     from atoll.models.loader import LoadedModel
 
 Prompt = str | list[int]
-Message = dict[str, str]
-
-_MESSAGE_EXAMPLE = '{"role": "user", "content": "Hello"}'
 
 
 class LLM:
@@ -70,11 +68,9 @@ class LLM:
     def chat_prompts(self, messages: list[Message] | list[list[Message]]) -> list[list[int]]:
         """The token ids of each conversation; a prompt for generate_stream."""
         if not isinstance(messages, list) or not messages:
-            raise RequestError(f"messages is {messages!r}; give a list of messages, each like {_MESSAGE_EXAMPLE}, or a list of such lists")
+            raise RequestError(f"messages is {messages!r}; give a list of messages, each like {MESSAGE_EXAMPLE}, or a list of such lists")
         conversations: list[Any] = [messages] if isinstance(messages[0], dict) else messages
-        for conversation in conversations:
-            _check_conversation(conversation)
-        return [self.engine.tokenizer.apply_chat_template(conversation) for conversation in conversations]
+        return [encode_conversation(self.engine.tokenizer, conversation) for conversation in conversations]
 
     def generate_stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *, cache_salt: str | None = None
@@ -111,29 +107,8 @@ class LLM:
         work: list[tuple[list[int], str | None, SamplingParams]] = []
         for prompt, one_params in zip(many, every, strict=True):
             text = prompt if isinstance(prompt, str) else None
-            work.append((self._encode(text) if text is not None else list(prompt), text, one_params))  # type: ignore[arg-type]
+            work.append((encode_prompt(self.engine.tokenizer, text) if text is not None else list(prompt), text, one_params))  # type: ignore[arg-type]
         return work
-
-    def _encode(self, text: str) -> list[int]:
-        """An empty prompt is a beginning-of-sequence token, where the model has one."""
-        bos = self.engine.tokenizer.bos_token_id
-        _check_text("prompt", text)
-        token_ids = self.engine.tokenizer.encode(text)
-        return [bos] if not token_ids and bos is not None else token_ids
-
-
-def _check_conversation(conversation: Any) -> None:
-    if not isinstance(conversation, list) or not conversation:
-        raise RequestError(f"conversation {conversation!r} is not a list of messages; give at least one like {_MESSAGE_EXAMPLE}")
-    for message in conversation:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise RequestError(f"message {message!r} has no role and content as text; give one like {_MESSAGE_EXAMPLE}")
-        _check_text("message", message["content"])
-
-
-def _check_text(name: str, text: str) -> None:
-    if any("\ud800" <= char <= "\udfff" for char in text):
-        raise RequestError(f"{name} {text[:40]!r} holds half of a surrogate pair, which is no text; decode its bytes as UTF-8 with errors='replace'")
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -30,6 +30,7 @@ class RequestOutput:
     stop_reason: str | int | None = None  # the stop string or token id that ended it
     error: str | None = None  # what went wrong, for finish_reason "error"
     logprobs: list[TokenLogprobs] | None = None  # one per generated token, when asked for
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # one per token of the prompt, None for the first, when asked for
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # of the prompt, reused and not computed when the request was first admitted
     prefix_misses: dict[MissReason, int] = field(default_factory=dict)  # the prompt's other tokens by reason; empty without prefix caching
@@ -44,6 +45,8 @@ class StreamPiece:
     text: str  # may be empty: text that could still turn into a stop string, or half a character, is held back
     token_ids: list[int]
     output: RequestOutput | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token of token_ids, when asked for
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # as RequestOutput's, with the first piece
 
     @property
     def finished(self) -> bool:

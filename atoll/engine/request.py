@@ -1,10 +1,12 @@
 """One request while it lives: its tokens, its pages and state slot, how far it has been computed; knows no text."""
 
+from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from atoll.engine.reuse import PrefixUse
 from atoll.engine.sampling import SamplingParams
-from atoll.engine.step import SampleTask
+from atoll.engine.step import SampleTask, ScoreTask
 
 
 @dataclass(eq=False)
@@ -45,4 +47,20 @@ class Request:
 
     def sample_task(self) -> SampleTask:
         suppressed = tuple(sorted(self.stop_token_ids)) if self.below_min_tokens else ()
-        return SampleTask(self.params, self.seed, len(self.output_token_ids), suppressed)
+        return SampleTask(self.params, self.seed, len(self.output_token_ids), suppressed, self._penalized_counts() if self.params.penalizes else ())
+
+    def score_task(self, start: int, count: int) -> ScoreTask | None:
+        """What is asked about the prompt's tokens that follow those at positions `start` to `start + count`."""
+        num_top = self.params.prompt_logprobs
+        targets = self.prompt_token_ids[start + 1 : start + count + 1] if num_top is not None else []
+        return ScoreTask(targets, num_top) if num_top is not None and targets else None
+
+    def _penalized_counts(self) -> tuple[tuple[int, int], ...]:
+        counts = Counter(self.output_token_ids)
+        if self.params.repetition_penalty != 1:
+            return tuple({**self._prompt_counts, **counts}.items())
+        return tuple(counts.items())
+
+    @cached_property
+    def _prompt_counts(self) -> dict[int, int]:
+        return dict.fromkeys(self.prompt_token_ids, 0)

@@ -1,7 +1,7 @@
 """What a request takes from the prefix cache as it is admitted, and leaves in it as it runs; knows no budget, no tensor and no text."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from atoll.engine.placement import Placement
@@ -48,10 +48,12 @@ class PrefixReuse:
         self._page_size = placement.page_size
 
     def look_up(self, request: "Request") -> Match:
-        """The longest usable prefix of a waiting request."""
+        """The longest usable prefix of a waiting request; none where every token of the prompt is to be scored."""
         if not self.cache.enabled:
             return NO_MATCH
         self._name_pages(request, request.num_tokens // self._page_size)
+        if request.params.prompt_logprobs is not None:
+            return replace(NO_MATCH, misses=Counter({MissReason.SCORED: request.num_tokens}))
         return self.cache.match(request.prefix.digests, request.num_tokens)
 
     def begin(self, request: "Request", match: Match) -> None:

@@ -1,7 +1,7 @@
 """Runs steps on one device: batch, forward pass, sampling; replays decode steps as CUDA graphs; knows no request's life and no text."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -9,13 +9,17 @@ import torch
 from atoll.engine.attend import PagedAttend
 from atoll.engine.batch import Batch, BatchBuilder, PrefillSegment
 from atoll.engine.delta import SlotDelta
+from atoll.engine.output import TokenLogprobs
 from atoll.engine.sampler import SampledToken, sample
+from atoll.engine.score import score
 from atoll.engine.step import Step
 from atoll.kv.images import restore_states, save_states
 from atoll.kv.pool import PagePool
 from atoll.kv.slots import SlotPool
 from atoll.models.base import HybridModel, Model
 from atoll.ops.attention import DecodePlan, DecodeSpec, load_backend, plan_decode
+
+LogitsOf = Callable[[torch.Tensor], torch.Tensor]  # rows [N] int64 of the batch -> [N, V] fp32
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,14 @@ class RunnerConfig:
     max_num_seqs: int
     attention_backend: str = "auto"
     cuda_graphs: bool = True
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step found out, by request id."""
+
+    tokens: dict[int, SampledToken] = field(default_factory=dict)  # of each request that samples
+    scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of each row with a ScoreTask, one per target
 
 
 @dataclass
@@ -79,8 +91,8 @@ class Runner:
         return self._graph_for(num_decodes).graph
 
     @torch.inference_mode()
-    def execute(self, step: Step) -> dict[int, SampledToken]:
-        """Run a step; the chosen token of each request that samples, by request id.
+    def execute(self, step: Step) -> StepResult:
+        """Run a step: the chosen token of each request that samples, and what is asked about prompts.
 
         All of it goes to one stream, so this order is the order in which pages and slots are written: a cleared page may be written by this very step, a
         restored slot is read by its row, and a saved slot holds what the row left.
@@ -91,19 +103,20 @@ class Runner:
             # A sequence begins with a state of zeros, whatever its slot was left with.
             self._slots.clear([row.state_slot for row in step.rows if row.start == 0 and row.state_slot is not None])
             restore_states(self._slots, self._pool, step.restores)
-        sampled = self._run_rows(step) if step.rows else {}
+        result = self._run_rows(step) if step.rows else StepResult()
         if self._slots is not None:
             save_states(self._slots, self._pool, step.saves)
-        return sampled
+        return result
 
-    def _run_rows(self, step: Step) -> dict[int, SampledToken]:
-        logits = self._run_decodes(step) if not step.prefills else self._run_mixed(step)
+    def _run_rows(self, step: Step) -> StepResult:
+        logits, logits_of = self._run_decodes(step) if not step.prefills else self._run_mixed(step)
         tasks = {row.request_id: row.sample for row in step.rows if row.sample is not None}
-        if not tasks:
-            return {}
-        return dict(zip(tasks, sample(logits, list(tasks.values())), strict=True))
+        tokens = dict(zip(tasks, sample(logits, list(tasks.values())), strict=True)) if tasks else {}
+        scores = score(step, logits_of, self.device) if any(row.score is not None for row in step.rows) else {}
+        return StepResult(tokens, scores)
 
-    def _run_decodes(self, step: Step) -> torch.Tensor:
+    def _run_decodes(self, step: Step) -> tuple[torch.Tensor, LogitsOf]:
+        """Logits of the rows that sample, and of any others."""
         entry = self._graph_for(len(step.decodes))
         batch = self._build(step, entry, into_graph=True)
         if entry.graph is not None and entry.logits is not None:
@@ -114,9 +127,9 @@ class Runner:
             if self._use_graphs:
                 self._capture(entry)
         every_row = len(batch.sample_rows) == batch.num_decodes
-        return logits[: batch.num_decodes] if every_row else logits[batch.sample_rows]
+        return logits[: batch.num_decodes] if every_row else logits[batch.sample_rows], logits.__getitem__
 
-    def _run_mixed(self, step: Step) -> torch.Tensor:
+    def _run_mixed(self, step: Step) -> tuple[torch.Tensor, LogitsOf]:
         entry = self._graph_for(len(step.decodes)) if step.decodes else None
         batch = self._build(step, entry, into_graph=False)
         attend = PagedAttend(self._layers, self.spec, batch.slots, entry.plan if entry else None, batch.num_decodes, batch.segments)
@@ -124,7 +137,7 @@ class Runner:
         hidden = self._forward(batch.token_ids, batch.positions, attend, delta)  # [T, H]
         rows = hidden[batch.sample_rows]
         # Chunks that end no sequence sample nothing; not every kernel takes a batch of nothing.
-        return self._model.logits(rows) if len(rows) else rows
+        return self._model.logits(rows) if len(rows) else rows, lambda wanted: self._model.logits(hidden[wanted])
 
     def _build(self, step: Step, entry: DecodeGraph | None, into_graph: bool) -> Batch:
         batch = self._builder.build(step, entry.plan.batch if entry else 0, entry.ints if entry and into_graph else None)

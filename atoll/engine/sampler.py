@@ -1,9 +1,10 @@
-"""Chooses tokens from logits: greedy, temperature, top-k, top-p, min-p, seeds, log probabilities; knows no request's text and no page.
+"""Chooses tokens from logits: penalties, greedy, temperature, top-k, top-p, min-p, seeds, log probabilities; knows no request's text and no page.
 
 A row's choice depends on that row alone. Its random number is a hash of (seed, index of the generated token), so there is no generator whose state a batch,
 an order of arrival or a preemption could shift; the token is where that number falls in the row's cumulative distribution.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ def sample(logits: torch.Tensor, tasks: list[SampleTask]) -> list[SampledToken]:
     # A row's maximum is NaN when any of its entries is, so one pass finds both the greedy choice and the bad rows.
     highest, chosen = logits.max(dim=-1)
     bad = ~highest.isfinite()
-    allowed = _suppress(logits, tasks)
+    allowed = _suppress(_penalize(logits, tasks), tasks)
     if allowed is not logits:
         chosen = allowed.argmax(dim=-1)
     drawn = [row for row, task in enumerate(tasks) if not task.params.greedy]
@@ -66,6 +67,22 @@ def _mix64(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
     return value ^ (value >> 31)
+
+
+def _penalize(logits: torch.Tensor, tasks: list[SampleTask]) -> torch.Tensor:
+    """`logits`, or a copy in which tokens that have appeared are less likely, or more."""
+    places = [(row, token_id) for row, task in enumerate(tasks) for token_id, _ in task.counts]
+    if not places:
+        return logits
+    rows, token_ids = upload(places, torch.int64, logits.device).unbind(1)
+    factors = [
+        (task.params.repetition_penalty, task.params.presence_penalty * (count > 0) + task.params.frequency_penalty * count)
+        for task in tasks
+        for _, count in task.counts
+    ]
+    repetition, taken_off = upload(factors, torch.float32, logits.device).unbind(1)
+    values = logits[rows, token_ids]
+    return logits.index_put((rows, token_ids), torch.where(values > 0, values / repetition, values * repetition) - taken_off)
 
 
 def _suppress(logits: torch.Tensor, tasks: list[SampleTask]) -> torch.Tensor:
@@ -111,16 +128,16 @@ def _top(probs: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     return torch.zeros_like(within_k.expand_as(order)).scatter_(-1, order, within_k & within_p)
 
 
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Log probabilities of `token_ids` [N] and of the `counts[i]` most likely tokens in each row of `logits` [N, V] fp32. Waits for the device."""
+    values = logits.log_softmax(dim=-1)
+    top_values, top_ids = values.topk(min(max(counts), values.shape[-1]), dim=-1)
+    own_values = values.gather(-1, token_ids[:, None])[:, 0]
+    columns = zip(token_ids.tolist(), own_values.tolist(), top_ids.tolist(), top_values.tolist(), counts, strict=True)
+    return [TokenLogprobs(token_id, value, tuple(zip(ids[:count], row[:count], strict=True))) for token_id, value, ids, row, count in columns]
+
+
 def _logprobs(logits: torch.Tensor, chosen: torch.Tensor, tasks: list[SampleTask], wanted: list[int]) -> dict[int, TokenLogprobs]:
     rows = upload(wanted, torch.int64, logits.device)
-    values = logits[rows].log_softmax(dim=-1)
-    most = max(tasks[row].params.logprobs or 0 for row in wanted)
-    top_values, top_ids = values.topk(min(most, values.shape[-1]), dim=-1)
-    own_ids = chosen[rows]
-    own_values = values.gather(-1, own_ids[:, None])[:, 0]
-    columns = zip(wanted, own_ids.tolist(), own_values.tolist(), top_ids.tolist(), top_values.tolist(), strict=True)
-    details = {}
-    for row, token_id, value, ids, row_values in columns:
-        count = tasks[row].params.logprobs or 0
-        details[row] = TokenLogprobs(token_id, value, tuple(zip(ids[:count], row_values[:count], strict=True)))
-    return details
+    counts = [tasks[row].params.logprobs or 0 for row in wanted]
+    return dict(zip(wanted, token_logprobs(logits[rows], chosen[rows], counts), strict=True))

@@ -183,6 +183,7 @@ class Scheduler:
             token_ids=request.tokens(request.num_computed, count),
             pages=list(request.pages),
             sample=request.sample_task() if ends else None,
+            score=request.score_task(request.num_computed, count),
             state_slot=request.state_slot,
         )
         (step.decodes if count == 1 else step.prefills).append(row)

@@ -13,6 +13,15 @@ class SampleTask:
     seed: int
     index: int  # tokens the request has generated so far; with the seed it names the random number
     suppressed: tuple[int, ...] = ()  # token ids that may not be chosen
+    counts: tuple[tuple[int, int], ...] = ()  # what penalties act on: token ids and how often each was generated, 0 for those of the prompt alone
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTask:
+    """Tokens whose log probabilities are wanted: `targets[i]` follows the row's token `i`."""
+
+    targets: list[int]
+    num_top: int  # most likely tokens told beside each
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +34,7 @@ class StepRow:
     pages: list[int]  # the sequence's pages, as many as its rows up to this step's last token need
     sample: SampleTask | None  # None: a chunk that does not reach the sequence's end
     state_slot: int | None = None  # where the sequence's state lies; None: the model keeps none
+    score: ScoreTask | None = None  # None: nothing is asked about the prompt's own tokens
 
 
 @dataclass(frozen=True, slots=True)

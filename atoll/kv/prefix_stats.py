@@ -12,6 +12,7 @@ class MissReason(StrEnum):
     EVICTED = "evicted"  # its page, or a checkpoint at or after it, was here and had to go
     NO_CHECKPOINT = "no_checkpoint"  # its page is here, and no state at or after it ever was
     NOT_YET_COPIED = "not_yet_copied"  # its page is here; a running request is about to leave a state at or after it
+    SCORED = "scored"  # the prompt's log probabilities were asked for, so nothing was looked up
     LAST_TOKEN = "last_token"  # its page is here and holds the prompt's last token, which must be computed to be followed by another
 
 

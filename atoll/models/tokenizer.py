@@ -22,8 +22,8 @@ class Tokenizer:
 
     def __init__(self, backend: Backend, eos_token_ids: tuple[int, ...], role_tokens: Mapping[str, str], chat_template: str | None) -> None:
         self._backend = backend
-        self._role_tokens = dict(role_tokens)
-        self._chat_template = chat_template
+        self.role_tokens = dict(role_tokens)
+        self.chat_template = chat_template
         self.bos_token_id = self._role_id("bos_token")
         own_eos = self._role_id("eos_token")
         self.eos_token_ids: tuple[int, ...] = eos_token_ids or (() if own_eos is None else (own_eos,))
@@ -61,22 +61,22 @@ class Tokenizer:
 
         Raises ModelError for a model without a template, RequestError for messages that its template refuses.
         """
-        if self._chat_template is None:
+        if self.chat_template is None:
             raise ModelError("the model has no chat template; send plain prompts, or use a model tuned for chat")
         # Imported here: a second that plain prompts can do without.
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        names: dict[str, Any] = {**self._role_tokens, "add_generation_prompt": add_generation_prompt}
+        names: dict[str, Any] = {**self.role_tokens, "add_generation_prompt": add_generation_prompt}
         try:
-            rendered: Any = render_jinja_template([[dict(message) for message in messages]], chat_template=self._chat_template, **names)
+            rendered: Any = render_jinja_template([[dict(message) for message in messages]], chat_template=self.chat_template, **names)
         except jinja2.TemplateError as error:
             raise RequestError(f"the model's chat template refuses these {len(messages)} messages: {error}; each needs a role and content it knows") from error
         # The template writes the special tokens itself.
         return self.encode(rendered[0][0], add_special_tokens=False)
 
     def _role_id(self, role: str) -> int | None:
-        return self._backend.token_to_id(self._role_tokens[role]) if role in self._role_tokens else None
+        return self._backend.token_to_id(self.role_tokens[role]) if role in self.role_tokens else None
 
 
 def tokenizer_from_folder(folder: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer:

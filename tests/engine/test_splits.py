@@ -105,7 +105,7 @@ class SplitRun:
         for position in range(NUM_TOKENS, NUM_TOKENS + NUM_NEW - 1):
             task = SampleTask(SamplingParams(temperature=0), seed=0, index=0)
             step = Step(decodes=[self.row(i, position, [own[-1]], task) for i, own in enumerate(tokens)])
-            for i, sampled in self.runner.execute(step).items():
+            for i, sampled in self.runner.execute(step).tokens.items():
                 assert sampled.token_id is not None
                 tokens[i].append(sampled.token_id)
         return tokens

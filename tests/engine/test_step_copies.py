@@ -10,7 +10,7 @@ import torch
 
 from atoll import LLM, SamplingParams
 from atoll.engine import runner as runner_module
-from atoll.engine.runner import Runner
+from atoll.engine.runner import Runner, StepResult
 from atoll.engine.step import SampleTask, StateCopy, Step, StepRow
 from atoll.kv import PagePool, SlotPool, num_image_pages
 from atoll.models import LoadedModel, load_model
@@ -108,10 +108,10 @@ def test_an_image_saved_and_restored_in_steps_without_rows(loaded: LoadedModel, 
     driver = Driver(loaded, monkeypatch)
     driver.run(0, 64, 0, PAGES)
     execute = driver.llm.engine.runner.execute
-    assert execute(Step(saves=[StateCopy(0, driver.image())])) == {}
-    assert execute(Step(restores=[StateCopy(3, driver.image())])) == {}
+    assert execute(Step(saves=[StateCopy(0, driver.image())])) == StepResult()
+    assert execute(Step(restores=[StateCopy(3, driver.image())])) == StepResult()
     assert torch.equal(driver.slots.buffer[3], driver.slots.buffer[0])
-    assert execute(Step(clears=[5, 6, *driver.image()])) == {}
+    assert execute(Step(clears=[5, 6, *driver.image()])) == StepResult()
     assert not driver.pool.buffer[[5, 6, *driver.image()]].any()
     assert bool((driver.pool.buffer[7] == 0xFF).all())
 

@@ -1,0 +1,137 @@
+"""The way of every generating request, whole or streamed: a place, token ids, sequences, an answer; what the answer looks like is a `Reply`'s matter."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any, ClassVar, Generic, TypeVar
+from uuid import uuid4
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from atoll.engine.output import RequestOutput, StreamPiece
+from atoll.engine.sampling import SamplingParams
+from atoll.errors import AtollError
+from atoll.server.protocol import GenerationBody
+from atoll.server.replies import DONE, EventStream, error_body, event, status_of, while_connected
+from atoll.server.service import Service
+from atoll.server.ticket import Job
+from atoll.server.usage import UsageCount
+
+BodyT = TypeVar("BodyT", bound=GenerationBody)
+
+
+class Reply(ABC, Generic[BodyT]):
+    """One answer: prompts x n choices, in that order. Made in a thread beside the event loop, since it checks every token of the prompts."""
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    hides_output = False  # only the prompt is asked for
+
+    def __init__(self, service: Service, body: BodyT, prompts: list[list[int]], params: list[SamplingParams]) -> None:
+        for prompt in prompts:
+            for one in params:
+                service.check_request(prompt, one, body.cache_salt)
+        self.service = service
+        self.body = body
+        self.prompts = prompts
+        self.jobs = [Job(prompt, one, body.cache_salt) for prompt in prompts for one in params]
+        self.usage = UsageCount(prompts, body.num_choices)
+        self._id = f"{self.id_prefix}-{uuid4().hex}"
+        self._created_s = int(time.time())
+        self._begun: set[int] = set()  # choices of which something was streamed
+
+    @abstractmethod
+    def choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        """A whole choice, without what all kinds have."""
+
+    @abstractmethod
+    def chunk(self, piece: StreamPiece, *, is_first: bool) -> dict[str, Any] | None:
+        """A choice's next chunk, without what all kinds have; None: nothing to say."""
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        choices = []
+        for index, output in enumerate(outputs):
+            if self.hides_output:
+                output = replace(output, text="", token_ids=[], logprobs=None)
+            self.usage.add(len(output.token_ids))
+            self.usage.finish(index, output)
+            choice = {"index": index, **self.choice(index, output), **_ending(output)}
+            if self.body.return_token_ids:
+                choice |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": output.token_ids}
+            choices.append(choice)
+        return self._envelope(self.whole_object, choices) | {"usage": self.usage.as_json()}
+
+    async def events(self, first: StreamPiece, rest: AsyncIterator[StreamPiece]) -> AsyncIterator[bytes]:
+        """Server-sent events, [DONE] included. What goes wrong is told in an event: the status has been sent."""
+        try:
+            for data in self._piece_events(first):
+                yield data
+            async for piece in rest:
+                for data in self._piece_events(piece):
+                    yield data
+            if self.body.include_usage:
+                yield event(self._envelope(self.chunk_object, []) | {"usage": self.usage.as_json()})
+        except AtollError as error:
+            yield event(error_body(str(error), status_of(error)))
+        yield DONE
+
+    def _piece_events(self, piece: StreamPiece) -> list[bytes]:
+        if self.hides_output:
+            piece = replace(piece, text="", token_ids=[], logprobs=())
+        self.usage.add(len(piece.token_ids))
+        if piece.output is not None:
+            self.usage.finish(piece.index, piece.output)
+        is_first = piece.index not in self._begun
+        chunk = self.chunk(piece, is_first=is_first)
+        if chunk is None and piece.output is None and not self.body.return_token_ids:
+            return []
+        self._begun.add(piece.index)
+        choice = {"index": piece.index, **(chunk or {}), **_ending(piece.output)}
+        if self.body.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+            if is_first:
+                choice["prompt_token_ids"] = self.jobs[piece.index].token_ids
+        envelope = self._envelope(self.chunk_object, [choice])
+        if self.body.include_usage:
+            envelope["usage"] = self.usage.as_json() if self.body.continuous_usage else None
+        return [event(envelope)]
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created_s, "model": self.service.model_name, "choices": choices}
+
+
+async def generate(request: Request, body: BodyT, num_prompts: int, make_reply: Callable[[Service, BodyT], Reply[BodyT]]) -> Response:
+    """Answer a request. Its place at the engine is given back whatever happens, the client's leaving included."""
+    service: Service = request.app.state.service
+    _check(service, body)
+    ticket = service.loop.open(num_prompts * body.num_choices)
+    try:
+        reply = await service.in_thread(make_reply, service, body)
+        ticket.submit(reply.jobs)
+        if not body.stream:
+            outputs = await while_connected(request, ticket.outputs())
+            ticket.close()
+            return JSONResponse(reply.whole(outputs))
+        pieces = ticket.pieces()
+        # Before the first piece the status is not sent, so that a refusal still has its own.
+        first = await while_connected(request, _next(pieces))
+    except BaseException:
+        ticket.close()
+        raise
+    return EventStream(reply.events(first, pieces), ticket.close)
+
+
+def _check(service: Service, body: GenerationBody) -> None:
+    service.check_model(body.model)
+    body.check(max_n=service.config.max_n)
+
+
+async def _next(pieces: AsyncIterator[StreamPiece]) -> StreamPiece:
+    return await anext(pieces)
+
+
+def _ending(output: RequestOutput | None) -> dict[str, Any]:
+    return {"finish_reason": output.finish_reason if output else None, "stop_reason": output.stop_reason if output else None}

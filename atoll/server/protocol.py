@@ -1,0 +1,202 @@
+"""The JSON bodies that clients send, as pydantic models: OpenAI's fields, and the further ones that serving engines share; knows no engine.
+
+A field that Atoll does not know is refused, and so is one that it knows and cannot do, unless its value asks for nothing: silence would look like obedience.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
+
+from atoll.engine.sampling import MAX_SEED, SamplingParams
+from atoll.errors import RequestError
+
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's
+
+TokenIds = list[StrictInt]
+StopText = Annotated[StrictStr, Field(max_length=MAX_STOP_CHARS)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class StreamOptions(Body):
+    include_usage: bool = False  # one more chunk with the usage, before [DONE]
+    continuous_usage_stats: bool = False  # usage so far in every chunk
+    include_obfuscation: bool = False  # OpenAI's padding against listeners; of no effect here
+
+
+class GenerationBody(Body):
+    """What completions and chat completions share. None: the default."""
+
+    model: StrictStr | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None  # -1, as 0: all
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = Field(None, ge=1)
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool = False
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None  # prefixes are reused between requests with the same one only
+    return_token_ids: bool = False  # token ids of prompt and output beside the text
+
+    # Of no effect on the answer.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    # Refused, unless the value is one of `neutral`.
+    logit_bias: Any = None
+    best_of: Any = None
+    response_format: Any = None
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"logit_bias": (None, {}), "best_of": (None, 1), "response_format": (None, {"type": "text"})}
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def check(self, *, max_n: int) -> None:
+        """Raise RequestError for what Atoll cannot do."""
+        if self.num_choices > max_n:
+            raise RequestError(f"n {self.num_choices} is above {max_n}; ask for fewer, or send the request again")
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options are given and stream is not true; leave them out, or stream")
+        for name, accepted in self.neutral.items():
+            value = getattr(self, name)
+            if value not in accepted:
+                raise RequestError(f"{name} {str(value)[:80]!r} is not supported; leave it out")
+
+    def sampling_params(self, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None) -> list[SamplingParams]:
+        """One for each of n sequences, whose seeds differ. Raises RequestError for a value out of range."""
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": max(0, self.top_k) if self.top_k == -1 else self.top_k,
+            "min_p": self.min_p,
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "min_tokens": self.min_tokens,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+        }
+        options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return [
+            SamplingParams(max_tokens=max_tokens, ignore_eos=self.ignore_eos, seed=None if self.seed is None else _nth_seed(self.seed, choice), **options)
+            for choice in range(self.num_choices)
+        ]
+
+
+class CompletionBody(GenerationBody):
+    prompt: StrictStr | list[StrictStr] | TokenIds | list[TokenIds]
+    echo: bool = False  # the prompt before its completion
+    logprobs: int | None = None  # of that many most likely tokens
+    suffix: Any = None
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {**GenerationBody.neutral, "suffix": (None, "")}
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """A list of ints is one prompt."""
+        many = self.prompt if isinstance(self.prompt, list) else [self.prompt]
+        if many and isinstance(many[0], int):
+            return [many]
+        return cast(list[str | list[int]], many)
+
+    def check(self, *, max_n: int) -> None:
+        super().check(max_n=max_n)
+        if not self.prompts:
+            raise RequestError("prompt is an empty list; give text, token ids, or a list of either")
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens 0 is below 1; generate at least one token, or ask for an echo of the prompt")
+
+
+class ContentPart(Body):
+    type: Literal["text"]
+    text: StrictStr
+
+
+class ChatMessage(Body):
+    role: StrictStr
+    content: StrictStr | list[ContentPart]
+    name: Any = None  # of no effect: chat templates do not know it
+
+    @property
+    def plain(self) -> dict[str, str]:
+        """Role and content as text."""
+        return {"role": self.role, "content": self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)}
+
+
+class ChatBody(GenerationBody):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=0)  # the newer name of max_tokens
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    parallel_tool_calls: Any = None  # of no effect without tools
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    modalities: Any = None
+    reasoning_effort: Any = None
+    chat_template_kwargs: Any = None
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **GenerationBody.neutral,
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "functions": (None, []),
+        "modalities": (None, ["text"]),
+        "reasoning_effort": (None, "none"),
+        "chat_template_kwargs": (None, {}),
+    }
+
+    def check(self, *, max_n: int) -> None:
+        super().check(max_n=max_n)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError(f"top_logprobs {self.top_logprobs} is given and logprobs is not true; set it, or leave top_logprobs out")
+        if 0 in (self.max_tokens, self.max_completion_tokens):
+            raise RequestError("max_tokens 0 is below 1; generate at least one token")
+
+
+class TokenizeBody(Body):
+    """Text or messages, one of them."""
+
+    model: StrictStr | None = None
+    prompt: StrictStr | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True  # around `prompt`
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    model: StrictStr | None = None
+    tokens: TokenIds
+
+
+def _nth_seed(seed: int, choice: int) -> int:
+    return (seed + choice) % (MAX_SEED + 1) if 0 <= seed <= MAX_SEED else seed

@@ -1,0 +1,58 @@
+"""What the endpoints share: the engine's loop, the tokenizer and its threads, the limits; knows no HTTP."""
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from atoll.config import ServerConfig
+from atoll.engine.engine import Engine
+from atoll.errors import AtollError, UnknownModelError
+from atoll.models.tokenizer import Tokenizer
+from atoll.server.engine_loop import EngineLoop
+from atoll.server.metrics import ServerMetrics
+
+T = TypeVar("T")
+
+
+class Service:
+    """One model, served. `start` and `stop` run on the event loop that the server runs on."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, model_name: str, config: ServerConfig, version: str) -> None:
+        self.version = version
+        self.config = config
+        self.model_name = model_name
+        self.tokenizer = tokenizer
+        self.created_s = int(time.time())
+        self.max_model_len = engine.scheduler.config.max_model_len
+        self.vocab_size = engine.vocab_size
+        self.check_request = engine.check_request  # reads only what never changes, so any thread may call it
+        self.metrics = ServerMetrics(model_name)
+        self.loop = EngineLoop(engine, max_queued=config.max_queued, metrics=self.metrics)
+        self._threads = ThreadPoolExecutor(config.num_text_threads, thread_name_prefix="atoll-text")
+
+    async def start(self) -> None:
+        self.loop.start()
+        # The first use of a chat template imports for a second; a model without one says so to whoever asks.
+        await self.in_thread(self._warm_up)
+
+    async def stop(self) -> None:
+        await self.loop.stop()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise UnknownModelError for another model than the one that is served; None is that one."""
+        if name is not None and name != self.model_name:
+            raise UnknownModelError(f"model {name[:100]!r} is not served here; use {self.model_name!r}, or leave it out")
+
+    async def in_thread(self, function: Callable[..., T], *arguments: object, **options: object) -> T:
+        """Run work on text beside the event loop and the engine."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, functools.partial(function, *arguments, **options))
+
+    def _warm_up(self) -> None:
+        try:
+            self.tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
+        except AtollError:
+            self.tokenizer.encode("Hello")
