@@ -1,0 +1,78 @@
+"""A server with the demo model on a free port, in a thread of this process, so that tests can look into its engine."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import httpx
+
+from atoll.config import ServerConfig, make_engine_config
+from atoll.engine.build import make_engine
+from atoll.engine.engine import Engine
+from atoll.models.loader import LoadedModel, load_model
+from atoll.server.serve import make_server, open_socket
+from atoll.server.service import Service
+
+# In fp32, so that a token does not hang on how its batch was rounded.
+ENGINE = {"device": "cpu", "kv_format": "fp32", "max_num_seqs": 16, "max_model_len": 512, "num_pages": 600}
+
+
+@cache
+def demo() -> LoadedModel:
+    import torch
+
+    return load_model("demo", device="cpu", dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Running:
+    url: str
+    service: Service
+    engine: Engine
+    http: httpx.Client
+    drain: Any
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def complete(self, prompt: Any, **body: Any) -> dict[str, Any]:
+        response = self.post("/v1/completions", prompt=prompt, **{"temperature": 0, "max_tokens": 8, **body})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def call(self, function: Any) -> Any:
+        """Run a function of the engine on its own thread."""
+        loop = self.service.loop
+        assert loop._loop is not None
+        return asyncio.run_coroutine_threadsafe(loop.call(function), loop._loop).result(60)
+
+
+@contextmanager
+def running_server(engine_options: dict[str, Any] | None = None, **options: Any) -> Iterator[Running]:
+    """Stopped at the end in good order; what an engine that is still alive holds then must be nothing."""
+    loaded = demo()
+    engine = make_engine(loaded.model, loaded.config, loaded.tokenizer, make_engine_config(ENGINE | (engine_options or {})))
+    config = ServerConfig(**{"port": 0, "api_key": None, "shutdown_s": 10.0, **options})
+    service = Service(engine, loaded.tokenizer, "demo", config, "0.0")
+    ready = threading.Event()
+    listener = open_socket(config)
+    url = "http://{}:{}".format(*listener.getsockname()[:2])
+    server = make_server(service, on_listen=ready.set)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+    thread.start()
+    try:
+        assert ready.wait(60), "the server did not start"
+        with httpx.Client(base_url=url, timeout=60) as http:
+            yield Running(url, service, engine, http, server.drain)
+    finally:
+        server.drain()
+        thread.join(60)
+        listener.close()
+    assert not thread.is_alive(), "the server did not stop"
+    if not service.loop.is_dead:
+        engine.check()
+        assert not engine.has_work

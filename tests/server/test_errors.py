@@ -1,0 +1,181 @@
+"""Whatever is wrong with a request is answered in OpenAI's error JSON with the status that fits, and nothing is left behind."""
+
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.running import Running, running_server
+
+
+def check_error(response: httpx.Response, status: int, says: str) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert says in error["message"], error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({}, 400, "prompt: Field required"),
+        ({"prompt": 5}, 400, "prompt"),
+        ({"prompt": []}, 400, "prompt is an empty list"),
+        ({"prompt": [[]]}, 400, "the prompt has 0 tokens"),
+        ({"prompt": ""}, 400, "the prompt has 0 tokens"),
+        ({"prompt": [True]}, 400, "prompt"),
+        ({"prompt": [-1]}, 400, "token id -1 is outside the vocabulary's 0 to 1535"),
+        ({"prompt": [10**30]}, 400, "outside the vocabulary"),
+        ({"prompt": [5] * 512}, 400, "the prompt has 512 tokens, at most 511"),
+        ({"prompt": "\ud800"}, 400, "surrogate"),
+        ({"prompt": "a", "model": "gpt"}, 404, "model 'gpt' is not served here; use 'demo'"),
+        ({"prompt": "a", "nonsense": 1}, 400, "nonsense: Extra inputs are not permitted"),
+        ({"prompt": "a", "n": 17}, 400, "n 17 is above 16"),
+        ({"prompt": "a", "n": 0}, 400, "n: "),
+        ({"prompt": ["a"] * 60, "n": 16}, 400, "960 sequences are asked for at once, 116 is the limit"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens 0 is below 1"),
+        ({"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
+        ({"prompt": "a", "temperature": -1}, 400, "temperature -1.0 is neither 0 nor"),
+        ({"prompt": "a", "temperature": float("nan")}, 400, "temperature nan"),
+        ({"prompt": "a", "temperature": 1e300}, 400, "temperature 1e+300"),
+        ({"prompt": "a", "top_p": 0}, 400, "top_p 0"),
+        ({"prompt": "a", "top_k": -2}, 400, "top_k -2"),
+        ({"prompt": "a", "min_p": 2}, 400, "min_p 2"),
+        ({"prompt": "a", "logprobs": 21}, 400, "logprobs 21"),
+        ({"prompt": "a", "seed": -1}, 400, "seed -1"),
+        ({"prompt": "a", "stop": ""}, 400, "stop ''"),
+        ({"prompt": "a", "stop": ["x"] * 65}, 400, "stop"),
+        ({"prompt": "a", "stop": "x" * 1025}, 400, "stop"),
+        ({"prompt": "a", "stop_token_ids": [1536]}, 400, "stop token id 1536"),
+        ({"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty 3.0 is outside -2 to 2"),
+        ({"prompt": "a", "repetition_penalty": 0}, 400, "repetition_penalty 0.0 is outside 0.01 to 100"),
+        ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias"),
+        ({"prompt": "a", "best_of": 3}, 400, "best_of '3' is not supported"),
+        ({"prompt": "a", "suffix": "b"}, 400, "suffix 'b' is not supported"),
+        ({"prompt": "a", "cache_salt": ""}, 400, "cache_salt ''"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options are given and stream is not true"),
+    ],
+)
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_wrong_completion_is_told(small: Running, body: dict[str, Any], status: int, says: str, streams: bool) -> None:
+    if streams and "stream_options" not in body:
+        body = body | {"stream": True}
+    response = small.http.post("/v1/completions", content=json.dumps(body), headers={"content-type": "application/json"})
+    check_error(response, status, says)
+    assert small.service.loop._num_open == 0
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    with running_server(max_queued=100, max_body_bytes=20_000) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"", "body"), (b"{", "body"), (b"\xff", "body"), (b"[1]", ""), (b"null", ""), (b"[" * 9000, "body"), (b'{"prompt": "a", "n": 1' + b"0" * 5000 + b"}", "")],
+)
+def test_a_body_that_is_no_object_is_told(small: Running, content: bytes, says: str) -> None:
+    check_error(small.http.post("/v1/completions", content=content, headers={"content-type": "application/json"}), 400, says)
+
+
+def test_a_page_of_another_origin_cannot_make_a_browser_ask(small: Running) -> None:
+    """A form sends text/plain without asking first; with the JSON type a browser asks, and no CORS header ever allows it."""
+    check_error(small.http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": "text/plain"}), 400, "")
+    preflight = small.http.options("/v1/completions", headers={"origin": "http://evil.example", "access-control-request-method": "POST"})
+    assert preflight.status_code == 405
+    answer = small.http.get("/v1/models", headers={"origin": "http://evil.example"})
+    assert not [name for name in (*preflight.headers, *answer.headers) if name.startswith("access-control")]
+
+
+def test_a_large_body_is_refused_before_it_is_read(small: Running) -> None:
+    check_error(small.post("/v1/completions", prompt="a" * 20_001), 413, "larger than 20000 bytes")
+    # Without a length in the header it is found while reading.
+    chunks = (b"x" * 1000 for _ in range(100))
+    check_error(small.http.post("/v1/completions", content=chunks, headers={"content-type": "application/json"}), 413, "larger than 20000 bytes")
+    assert small.complete("a" * 300)["choices"]
+
+
+def test_paths_and_methods_that_do_not_exist(small: Running) -> None:
+    check_error(small.http.get("/v1/nothing"), 404, "GET /v1/nothing: Not Found")
+    check_error(small.http.get("/v1/completions"), 405, "Method Not Allowed")
+    check_error(small.http.get("/v1/models/gpt"), 404, "model 'gpt' is not served")
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    with running_server({"max_num_seqs": 1}, max_queued=2) as server:
+        body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=body) as one:
+            assert one.status_code == 200
+            check_error(server.post("/v1/completions", prompt=["a", "b", "c"]), 429, "1 sequences are open, 3 is the limit; try again in")
+            refused = server.post("/v1/completions", prompt=["a", "b", "c"])
+            assert 1 <= int(refused.headers["retry-after"]) <= 60
+            assert server.http.get("/health").status_code == 200
+        deadline = time.monotonic() + 30
+        while server.service.loop._num_open and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert server.complete(["a", "b", "c"])["choices"]
+
+
+def test_a_key_is_asked_for() -> None:
+    with running_server(api_key="sesame") as server:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "sesame"}):
+            for path in ("/v1/models", "/metrics", "/openapi.json", "/v1/nothing"):
+                response = server.http.get(path, headers=headers)
+                check_error(response, 401, "the API key is missing or wrong")
+                assert response.headers["www-authenticate"] == "Bearer"
+        assert server.http.get("/health").status_code == 200
+        assert server.http.get("/v1/models", headers={"authorization": "Bearer sesame"}).status_code == 200
+
+
+def test_an_engine_that_dies_says_so_to_all_who_wait() -> None:
+    """And stays dead: a health check that is answered with 200 would keep sending it requests."""
+    with running_server({"max_num_seqs": 2}) as server:
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("the device is gone")
+
+        body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=body) as one:
+            lines = (line for line in one.iter_lines() if line)
+            next(lines)
+            server.engine.runner.execute = fail  # type: ignore[method-assign]
+            *_, error, last = lines
+        assert last == "data: [DONE]"
+        assert "the engine has died: RuntimeError: the device is gone; restart the server" in json.loads(error.removeprefix("data: "))["error"]["message"]
+        for response in (server.post("/v1/completions", prompt="a"), server.post("/reset_prefix_cache"), server.http.get("/health")):
+            check_error(response, 503, "the engine has died")
+        assert server.http.get("/v1/models").status_code == 200
+
+
+def test_logits_that_are_no_numbers_end_one_request_alone() -> None:
+    with running_server() as server:
+        logits = server.engine.runner._model.logits
+        server.engine.runner._model.logits = lambda hidden: logits(hidden) * float("nan")  # type: ignore[method-assign]
+        check_error(server.post("/v1/completions", prompt="a"), 500, "hold NaN or Inf")
+        del server.engine.runner._model.logits
+        assert server.http.get("/health").status_code == 200
+        assert server.complete("a")["choices"]
+        assert 'request_success_total{finished_reason="error",model_name="demo"} 1.0' in server.http.get("/metrics").text
+
+
+def test_a_request_that_the_engine_cannot_even_queue_ends_alone() -> None:
+    with running_server() as server:
+        add = server.engine.add
+
+        def fail(*_: Any, **__: Any) -> int:
+            raise TypeError("nobody thought of this")
+
+        server.engine.add = fail  # type: ignore[method-assign]
+        check_error(server.post("/v1/completions", prompt=["a", "b"]), 503, "could not be queued: TypeError: nobody thought of this")
+        server.engine.add = add  # type: ignore[method-assign]
+        assert server.complete("a")["choices"]
+
+
+def test_the_prefix_cache_is_not_reset_under_a_request() -> None:
+    with running_server({"max_num_seqs": 1}) as server:
+        body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=body):
+            check_error(server.post("/reset_prefix_cache"), 409, "1 requests wait or run")
