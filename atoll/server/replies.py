@@ -59,12 +59,19 @@ def http_error_reply(request: Request, error: Exception) -> Response:
 def body_error_reply(_: Request, error: Exception) -> Response:
     """For a body that does not fit its model."""
     assert isinstance(error, RequestValidationError)
-    faults: dict[object, str] = {}
+    faults: dict[str, str] = {}  # the first of each field: a union has one per branch
     for fault in error.errors():
-        place = ".".join(str(part) for part in fault["loc"] if part != "body")
-        faults.setdefault(fault["loc"][1] if len(fault["loc"]) > 1 else "body", f"{place}: {fault['msg']}" if place else fault["msg"])
-    named = list(faults.values())[:MAX_NAMED_FAULTS]
-    return error_reply("; ".join(named), 400, param=str(next(iter(faults), "")) or None)
+        place = [str(part) for part in fault["loc"][1:]] if fault["type"] != "json_invalid" else []
+        faults.setdefault(place[0] if place else "", _body_fault(".".join(place), fault))
+    return error_reply("; ".join(list(faults.values())[:MAX_NAMED_FAULTS]), 400, param=next(iter(faults)) or None)
+
+
+def _body_fault(place: str, fault: dict[str, Any]) -> str:
+    if fault["type"] == "json_invalid":
+        return f"the body is not JSON: {fault.get('ctx', {}).get('error', fault['msg'])}"
+    if fault["type"] == "extra_forbidden":
+        return f"{place} is unknown; leave it out"
+    return f"{place or 'the body'}: {fault['msg']}"
 
 
 def unexpected_error_reply(_: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""The sampler on hand-made logits: filters, distributions, log probabilities, rows that are not finite."""
+"""The sampler on hand-made logits: penalties, filters, distributions, log probabilities, rows that are not finite."""
 
 import math
 from collections import Counter
@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.engine.sampler import SampledToken, request_seed, sample, uniform
+from atoll.engine.request import Request
+from atoll.engine.sampler import SampledToken, _penalize, request_seed, sample, uniform
 from atoll.engine.sampling import SamplingParams
 from atoll.engine.step import SampleTask
 
@@ -139,3 +140,40 @@ def test_uniform_numbers_are_uniform_and_named_by_seed_and_index() -> None:
 
 def test_request_seeds_are_all_different() -> None:
     assert len({request_seed(engine_seed, request_id) for engine_seed in range(50) for request_id in range(50)}) == 2500
+
+
+def test_penalties_act_on_what_has_appeared() -> None:
+    logits = torch.tensor([[4.0, 3.0, -1.0, 2.0, 1.0]])
+    counts = ((0, 2), (2, 1), (3, 0))
+    expected = {
+        (0.0, 0.0, 1.0): [4.0, 3.0, -1.0, 2.0, 1.0],
+        (0.5, 0.0, 1.0): [3.5, 3.0, -1.5, 2.0, 1.0],
+        (0.0, 0.5, 1.0): [3.0, 3.0, -1.5, 2.0, 1.0],
+        (0.0, 0.0, 2.0): [2.0, 3.0, -2.0, 1.0, 1.0],
+        (-1.0, 0.5, 2.0): [2.0, 3.0, -1.5, 1.0, 1.0],
+    }
+    for (presence, frequency, repetition), wanted in expected.items():
+        params = SamplingParams(presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=repetition)
+        one = SampleTask(params, 0, 0, (), counts)
+        # Alone, and beside a row that has no penalty.
+        assert _penalize(logits, [one]).tolist() == [wanted]
+        assert _penalize(logits.expand(2, -1), [task(), one]).tolist() == [logits[0].tolist(), wanted]
+    assert logits.tolist() == [[4.0, 3.0, -1.0, 2.0, 1.0]]
+
+
+def test_a_penalty_changes_the_greedy_choice_and_no_log_probability() -> None:
+    logits = torch.tensor([[4.0, 3.0]])
+    params = SamplingParams(temperature=0, presence_penalty=2.0, logprobs=1)
+    [token] = sample(logits, [SampleTask(params, 0, 0, (), ((0, 1),))])
+    assert token.token_id == 1
+    assert token.logprobs is not None and token.logprobs.top[0] == (0, pytest.approx(float(logits.log_softmax(-1)[0, 0])))
+
+
+def test_what_penalties_count() -> None:
+    for params, wanted in (
+        (SamplingParams(), ()),
+        (SamplingParams(presence_penalty=1), ((7, 2), (5, 1))),
+        (SamplingParams(repetition_penalty=2), ((5, 1), (6, 0), (7, 2))),
+    ):
+        request = Request(0, [5, 6, 5], params, 0, 9, output_token_ids=[7, 5, 7])
+        assert request.sample_task().counts == wanted

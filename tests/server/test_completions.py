@@ -89,7 +89,9 @@ def test_echo_scores_the_prompt_as_loglikelihood_tasks_ask_for_it(server: Runnin
     for prompt, choice in zip(prompts, choices, strict=True):
         # Scored one by one by another way: a prompt cut after each token, and the likeliest of the next.
         found = choice["logprobs"]
-        assert {name: len(values) for name, values in found.items()} == dict.fromkeys(("text_offset", "token_logprobs", "tokens", "top_logprobs"), len(prompt) + 1)
+        assert {name: len(values) for name, values in found.items()} == dict.fromkeys(
+            ("text_offset", "token_logprobs", "tokens", "top_logprobs"), len(prompt) + 1
+        )
         assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
         assert "".join(found["tokens"]) == choice["text"]
         assert [choice["text"][at:][:1] for at in found["text_offset"]] == [token[:1] for token in found["tokens"]]

@@ -31,7 +31,7 @@ def check_error(response: httpx.Response, status: int, says: str) -> None:
         ({"prompt": [5] * 512}, 400, "the prompt has 512 tokens, at most 511"),
         ({"prompt": "\ud800"}, 400, "surrogate"),
         ({"prompt": "a", "model": "gpt"}, 404, "model 'gpt' is not served here; use 'demo'"),
-        ({"prompt": "a", "nonsense": 1}, 400, "nonsense: Extra inputs are not permitted"),
+        ({"prompt": "a", "nonsense": 1}, 400, "nonsense is unknown; leave it out"),
         ({"prompt": "a", "n": 17}, 400, "n 17 is above 16"),
         ({"prompt": "a", "n": 0}, 400, "n: "),
         ({"prompt": ["a"] * 60, "n": 16}, 400, "960 sequences are asked for at once, 116 is the limit"),
@@ -75,7 +75,15 @@ def small() -> Any:
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"", "body"), (b"{", "body"), (b"\xff", "body"), (b"[1]", ""), (b"null", ""), (b"[" * 9000, "body"), (b'{"prompt": "a", "n": 1' + b"0" * 5000 + b"}", "")],
+    [
+        (b"", "the body: Field required"),
+        (b"{", "the body is not JSON"),
+        (b"\xff", "body"),
+        (b"[1]", "the body: Input should be a valid dictionary"),
+        (b"null", "the body: "),
+        (b"[" * 9000, "body"),
+        (b'{"prompt": "a", "n": 1' + b"0" * 5000 + b"}", ""),
+    ],
 )
 def test_a_body_that_is_no_object_is_told(small: Running, content: bytes, says: str) -> None:
     check_error(small.http.post("/v1/completions", content=content, headers={"content-type": "application/json"}), 400, says)
