@@ -64,21 +64,22 @@ class Reply(ABC, Generic[BodyT]):
             choices.append(choice)
         return self._envelope(self.whole_object, choices) | {"usage": self.usage.as_json()}
 
-    async def events(self, first: StreamPiece, rest: AsyncIterator[StreamPiece]) -> AsyncIterator[bytes]:
-        """Server-sent events, [DONE] included. What goes wrong is told in an event: the status has been sent."""
+    async def events(self, first: list[StreamPiece], rest: AsyncIterator[list[StreamPiece]]) -> AsyncIterator[bytes]:
+        """Server-sent events, [DONE] included. Those of a slow client leave together. What goes wrong is told in an event: the status has been sent."""
         try:
-            for data in self._piece_events(first):
-                yield data
-            async for piece in rest:
-                for data in self._piece_events(piece):
-                    yield data
+            yield self._events_of(first)
+            async for pieces in rest:
+                yield self._events_of(pieces)
             if self.body.include_usage:
                 yield event(self._envelope(self.chunk_object, []) | {"usage": self.usage.as_json()})
         except AtollError as error:
             yield event(error_body(str(error), status_of(error)))
         yield DONE
 
-    def _piece_events(self, piece: StreamPiece) -> list[bytes]:
+    def _events_of(self, pieces: list[StreamPiece]) -> bytes:
+        return b"".join(self._event_of(piece) for piece in pieces)
+
+    def _event_of(self, piece: StreamPiece) -> bytes:
         if self.hides_output:
             piece = replace(piece, text="", token_ids=[], logprobs=())
         self.usage.add(len(piece.token_ids))
@@ -87,7 +88,7 @@ class Reply(ABC, Generic[BodyT]):
         is_first = piece.index not in self._begun
         chunk = self.chunk(piece, is_first=is_first)
         if chunk is None and piece.output is None and not self.body.return_token_ids:
-            return []
+            return b""
         self._begun.add(piece.index)
         choice = {"index": piece.index, **(chunk or {}), **_ending(piece.output)}
         if self.body.return_token_ids:
@@ -97,7 +98,7 @@ class Reply(ABC, Generic[BodyT]):
         envelope = self._envelope(self.chunk_object, [choice])
         if self.body.include_usage:
             envelope["usage"] = self.usage.as_json() if self.body.continuous_usage else None
-        return [event(envelope)]
+        return event(envelope)
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created_s, "model": self.service.model_name, "choices": choices}
@@ -115,22 +116,18 @@ async def generate(request: Request, body: BodyT, num_prompts: int, make_reply: 
             outputs = await while_connected(request, ticket.outputs())
             ticket.close()
             return JSONResponse(reply.whole(outputs))
-        pieces = ticket.pieces()
+        batches = ticket.batches()
         # Before the first piece the status is not sent, so that a refusal still has its own.
-        first = await while_connected(request, _next(pieces))
+        first = await while_connected(request, anext(batches))
     except BaseException:
         ticket.close()
         raise
-    return EventStream(reply.events(first, pieces), ticket.close)
+    return EventStream(reply.events(first, batches), ticket.close)
 
 
 def _check(service: Service, body: GenerationBody) -> None:
     service.check_model(body.model)
     body.check(max_n=service.config.max_n)
-
-
-async def _next(pieces: AsyncIterator[StreamPiece]) -> StreamPiece:
-    return await anext(pieces)
 
 
 def _ending(output: RequestOutput | None) -> dict[str, Any]:

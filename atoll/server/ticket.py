@@ -32,7 +32,9 @@ class Ticket:
         self.is_closed = False
         self._loop = loop
         self._num_finished = 0
-        self._pieces: asyncio.Queue[StreamPiece | AtollError] = asyncio.Queue()
+        self._pieces: list[StreamPiece] = []
+        self._error: AtollError | None = None
+        self._news = asyncio.Event()
         # Written by the engine's thread:
         self.request_ids: list[int] = []
         self.has_begun = False
@@ -49,29 +51,31 @@ class Ticket:
     def put(self, piece: StreamPiece) -> None:
         self._num_finished += piece.finished
         if not self.is_closed:
-            self._pieces.put_nowait(piece)
+            self._pieces.append(piece)
+            self._news.set()
 
     def fail(self, error: AtollError) -> None:
-        self._pieces.put_nowait(error)
+        self._error = self._error or error
+        self._news.set()
 
-    async def pieces(self) -> AsyncIterator[StreamPiece]:
-        """Pieces of all sequences as they come, until each has finished. Raises what ended one that did not finish well."""
+    async def batches(self) -> AsyncIterator[list[StreamPiece]]:
+        """Pieces of all sequences, at each time those that have come since, until each has finished. Raises what ended one that did not finish well."""
         num_left = self.num_sequences
         while num_left:
-            piece = await self._pieces.get()
-            if isinstance(piece, AtollError):
-                raise piece
-            if piece.output is not None:
-                num_left -= 1
-                if piece.output.finish_reason == "error":
-                    raise GenerationError(piece.output.error or "the request failed; look into the server's log")
-                if piece.output.finish_reason == "abort":
-                    raise UnavailableError("the request was aborted; send it again")
-            yield piece
+            await self._news.wait()
+            self._news.clear()
+            pieces, self._pieces = self._pieces, []
+            # What is good goes out before the error is told.
+            good, error = _until_error(pieces, self._error)
+            if good:
+                yield good
+            if error is not None:
+                raise error
+            num_left -= sum(piece.finished for piece in good)
 
     async def outputs(self) -> list[RequestOutput]:
         """All outputs, in the order of the jobs."""
-        outputs = {piece.index: piece.output async for piece in self.pieces() if piece.output is not None}
+        outputs = {piece.index: piece.output async for pieces in self.batches() for piece in pieces if piece.output is not None}
         return [outputs[index] for index in range(self.num_sequences)]
 
     def close(self) -> None:
@@ -83,3 +87,13 @@ class Ticket:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _until_error(pieces: list[StreamPiece], error: AtollError | None) -> tuple[list[StreamPiece], AtollError | None]:
+    """The pieces before the first that ends badly, and that error; or all of them, and the ticket's own."""
+    for at, piece in enumerate(pieces):
+        if piece.output is not None and piece.output.finish_reason == "error":
+            return pieces[:at], GenerationError(piece.output.error or "the request failed; look into the server's log")
+        if piece.output is not None and piece.output.finish_reason == "abort":
+            return pieces[:at], UnavailableError("the request was aborted; send it again")
+    return pieces, error
