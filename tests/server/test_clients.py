@@ -19,7 +19,7 @@ async def read_stream(http: httpx.AsyncClient, seed: int, leave_after: int | Non
     """The chunks of one stream, up to where the client leaves."""
     body = {
         "prompt": f"Question {seed % 7}: {seed} marbles.",
-        "max_tokens": 12 + seed % 9,
+        "max_tokens": 6 + seed % 9,
         "ignore_eos": True,
         "seed": seed,
         "stream": True,
@@ -72,8 +72,8 @@ def test_200_streams_of_which_a_third_are_left() -> None:
         assert sum(leave is not None for leave in leaves) > 50
         for seed, (leave, chunks) in enumerate(zip(leaves, streams, strict=True)):
             if leave is None:
-                assert chunks[-1] == {} and chunks[-2]["usage"]["completion_tokens"] == 12 + seed % 9
-                assert sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks[:-2]) == 12 + seed % 9
+                assert chunks[-1] == {} and chunks[-2]["usage"]["completion_tokens"] == 6 + seed % 9
+                assert sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks[:-2]) == 6 + seed % 9
         text = server.http.get("/metrics").text
         ended = {line.split('"')[1]: float(line.split()[-1]) for line in text.splitlines() if line.startswith("atoll:request_success_total")}
         assert server.engine.num_preemptions > 0
@@ -104,7 +104,7 @@ def test_a_client_that_leaves_takes_its_sequences_along(streams: bool) -> None:
 def test_control_without_the_abort_sequences_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_server({"max_num_seqs": 2}) as server:
         monkeypatch.setattr(server.service.loop, "_on_engine_abort", lambda ticket: None)
-        leave(server, streams=True, max_tokens=60)
+        leave(server, streams=True, max_tokens=24)
         with pytest.raises(AssertionError, match="sequences are still open"):
             wait_until_idle(server, wait_s=0.1)
         wait_until_idle(server)

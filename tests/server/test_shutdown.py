@@ -77,9 +77,9 @@ def test_sigterm_finishes_what_runs_and_refuses_what_waits() -> None:
                 raise AssertionError("the requests do not wait")
             process.send_signal(signal.SIGTERM)
 
-        jobs = [(300, True), (310, True), (320, True), (330, True), *[(5, False), (6, True), (7, False), (8, True), (9, False)]]
+        jobs = [(150, True), (160, True), (170, True), (180, True), *[(5, False), (6, True), (7, False), (8, True), (9, False)]]
         results = run_clients(url, jobs, terminate)
-        assert results[:4] == [(200, 300), (200, 310), (200, 320), (200, 330)]
+        assert results[:4] == [(200, 150), (200, 160), (200, 170), (200, 180)]
         for status, message in results[4:]:
             assert status == 503 and "the server is stopping, and this request had not begun" in message
         assert process.wait(30) == 0
