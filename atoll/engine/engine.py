@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass
 
 from atoll.config import SchedulerConfig
+from atoll.engine.constraint import Constraint
 from atoll.engine.output import FinishReason, RequestOutput, StreamPiece, TokenLogprobs
 from atoll.engine.request import Request
 from atoll.engine.reuse import PrefixUse
@@ -104,12 +105,24 @@ class Engine:
             raise RequestError(f"{len(self._generations)} requests wait or run, 0 is the limit for a reset of the prefix cache; let them end, or abort them")
         self.scheduler.reset_prefix_cache()
 
-    def add(self, token_ids: list[int], params: SamplingParams, *, prompt: str | None = None, index: int = 0, cache_salt: str | None = None) -> int:
+    def add(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        index: int = 0,
+        cache_salt: str | None = None,
+        constraint: Constraint | None = None,
+    ) -> int:
         """Queue a request; returns its id. Output that would pass max_model_len is cut there, with finish_reason "length".
 
-        Requests reuse each other's prefixes only under the same `cache_salt`.
+        Requests reuse each other's prefixes only under the same `cache_salt`. A `constraint` is this request's alone; with one, min_tokens and ignore_eos would
+        ask for tokens that it does not allow, so they must be left out.
         """
         self.check_request(token_ids, params, cache_salt)
+        if constraint is not None and (params.min_tokens or params.ignore_eos):
+            raise RequestError("min_tokens or ignore_eos is given beside a response format, which may have to end earlier; leave one of them out")
         request_id = self._next_id
         self._next_id += 1
         eos = () if params.ignore_eos else self.tokenizer.eos_token_ids
@@ -121,6 +134,7 @@ class Engine:
             max_tokens=min(params.max_tokens, self.scheduler.config.max_model_len - len(token_ids)),
             stop_token_ids=frozenset(eos) | frozenset(params.stop_token_ids),
             prefix=PrefixUse.of_salt(cache_salt),
+            constraint=constraint,
         )
         self._generations[request_id] = _Generation(request, prompt, index, TextStream(self.tokenizer.detokenizer(), params.stop), [], [None] * len(token_ids))
         self.scheduler.add(request)
@@ -170,6 +184,9 @@ class Engine:
             log.error("request %d: %s", request.request_id, generation.error)
             return self._finish(generation, "error")
         counts = not request.below_min_tokens
+        if request.constraint is not None and not request.constraint.accept(token.token_id):
+            generation.error = f"token {token.token_id} is not one that the response format allows here; no allowed token was possible"
+            return self._finish(generation, "error")
         request.output_token_ids.append(token.token_id)
         if token.logprobs is not None:
             generation.logprobs.append(token.logprobs)

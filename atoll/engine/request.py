@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from atoll.engine.constraint import Constraint
 from atoll.engine.reuse import PrefixUse
 from atoll.engine.sampling import SamplingParams
 from atoll.engine.step import SampleTask, ScoreTask
@@ -24,6 +25,7 @@ class Request:
     state_slot: int | None = None  # held while it runs, where the model keeps a state
     num_computed: int = 0  # tokens whose keys and values lie in `pages`, and which the state has seen
     num_preemptions: int = 0
+    constraint: Constraint | None = None  # has accepted output_token_ids
     prefix: PrefixUse = field(default_factory=lambda: PrefixUse.of_salt(None))  # its part in the prefix cache
 
     @property
@@ -47,7 +49,9 @@ class Request:
 
     def sample_task(self) -> SampleTask:
         suppressed = tuple(sorted(self.stop_token_ids)) if self.below_min_tokens else ()
-        return SampleTask(self.params, self.seed, len(self.output_token_ids), suppressed, self._penalized_counts() if self.params.penalizes else ())
+        allowed = self.constraint.mask() if self.constraint is not None else None
+        counts = self._penalized_counts() if self.params.penalizes else ()
+        return SampleTask(self.params, self.seed, len(self.output_token_ids), suppressed, allowed=allowed, counts=counts)
 
     def score_task(self, start: int, count: int) -> ScoreTask | None:
         """What is asked about the prompt's tokens that follow those at positions `start` to `start + count`."""

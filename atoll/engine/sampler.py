@@ -7,6 +7,7 @@ an order of arrival or a preemption could shift; the token is where that number 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from atoll.engine.output import TokenLogprobs
@@ -31,7 +32,7 @@ def sample(logits: torch.Tensor, tasks: list[SampleTask]) -> list[SampledToken]:
     # A row's maximum is NaN when any of its entries is, so one pass finds both the greedy choice and the bad rows.
     highest, chosen = logits.max(dim=-1)
     bad = ~highest.isfinite()
-    allowed = _suppress(_penalize(logits, tasks), tasks)
+    allowed = _constrain(_suppress(_penalize(logits, tasks), tasks), tasks)
     if allowed is not logits:
         chosen = allowed.argmax(dim=-1)
     drawn = [row for row, task in enumerate(tasks) if not task.params.greedy]
@@ -92,6 +93,17 @@ def _suppress(logits: torch.Tensor, tasks: list[SampleTask]) -> torch.Tensor:
         return logits
     rows, token_ids = upload(pairs, torch.int64, logits.device).unbind(1)
     return logits.index_put((rows, token_ids), logits.new_full((), float("-inf")))
+
+
+def _constrain(logits: torch.Tensor, tasks: list[SampleTask]) -> torch.Tensor:
+    """`logits`, or a copy in which tokens that a constraint does not allow are -inf."""
+    masks = {row: task.allowed for row, task in enumerate(tasks) if task.allowed is not None}
+    if not masks:
+        return logits
+    rows = upload(list(masks), torch.int64, logits.device)
+    bits = np.stack([np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little") for mask in masks.values()])
+    allowed = torch.from_numpy(bits[:, : logits.shape[-1]]).bool().to(logits.device)
+    return logits.index_put((rows,), logits[rows].masked_fill(~allowed, float("-inf")))
 
 
 def _draw(logits: torch.Tensor, tasks: list[SampleTask]) -> torch.Tensor:

@@ -14,6 +14,7 @@ class SampleTask:
     index: int  # tokens the request has generated so far; with the seed it names the random number
     suppressed: tuple[int, ...] = ()  # token ids that may not be chosen
     counts: tuple[tuple[int, int], ...] = ()  # what penalties act on: token ids and how often each was generated, 0 for those of the prompt alone
+    allowed: bytes | None = None  # of all token ids, those that may be chosen, as atoll.engine.constraint.Constraint.mask; None: all
 
 
 @dataclass(frozen=True, slots=True)

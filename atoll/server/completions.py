@@ -29,7 +29,7 @@ class CompletionReply(Reply[CompletionBody]):
         # An echo alone still runs for one token.
         self.hides_output = max_tokens == 0
         self._echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in body.prompts] if body.echo else []
-        self._logprobs = [CompletionLogprobs(tokenizer) for _ in self.jobs] if body.logprobs is not None else []
+        self._logprobs = [CompletionLogprobs(tokenizer) for _ in self.tasks] if body.logprobs is not None else []
 
     def choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
         return {"text": self._echo(index) + output.text, "logprobs": self._logprob_lists(index, output.prompt_logprobs, output.logprobs or ())}
@@ -46,7 +46,7 @@ class CompletionReply(Reply[CompletionBody]):
         if not self._logprobs:
             return None
         # Nothing comes before a prompt's first token, so that it has an id and no probability.
-        scored = [token or self.jobs[index].token_ids[0] for token in prompt or ()]
+        scored = [token or self.tasks[index].token_ids[0] for token in prompt or ()]
         return self._logprobs[index].take([*scored, *output])
 
 

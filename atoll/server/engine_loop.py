@@ -18,7 +18,7 @@ from atoll.engine.engine import Engine
 from atoll.engine.output import StreamPiece
 from atoll.errors import AtollError, OverloadedError, RequestError, UnavailableError
 from atoll.server.metrics import EngineStats, ServerMetrics, Timing
-from atoll.server.ticket import Job, Ticket
+from atoll.server.ticket import SequenceTask, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -87,10 +87,10 @@ class EngineLoop:
         self._num_open += num_sequences
         return ticket
 
-    def submit(self, ticket: Ticket, jobs: list[Job]) -> None:
+    def submit(self, ticket: Ticket, tasks: list[SequenceTask]) -> None:
         """Queue a ticket's sequences; piece.index counts them."""
         self._check_fault()
-        self._inbox.put(lambda: self._on_engine_add(ticket, jobs))
+        self._inbox.put(lambda: self._on_engine_add(ticket, tasks))
 
     def close(self, ticket: Ticket) -> None:
         """Give a ticket's place back; what still runs of it is aborted."""
@@ -184,13 +184,13 @@ class EngineLoop:
     def _on_engine_publish(self) -> None:
         self._metrics.engine = EngineStats.of(self._engine)
 
-    def _on_engine_add(self, ticket: Ticket, jobs: list[Job]) -> None:
+    def _on_engine_add(self, ticket: Ticket, tasks: list[SequenceTask]) -> None:
         if ticket.is_closed:
             return
         try:
-            for index, job in enumerate(jobs):
-                request_id = self._engine.add(job.token_ids, job.params, index=index, cache_salt=job.cache_salt)
-                self._sequences[request_id] = _Sequence(ticket, Timing(ticket.arrived_s, len(job.token_ids)))
+            for index, task in enumerate(tasks):
+                request_id = self._engine.add(task.token_ids, task.params, index=index, cache_salt=task.cache_salt, constraint=task.constraint)
+                self._sequences[request_id] = _Sequence(ticket, Timing(ticket.arrived_s, len(task.token_ids)))
                 ticket.request_ids.append(request_id)
         except AtollError as error:
             self._on_engine_fail(ticket, error)

@@ -10,13 +10,14 @@ from uuid import uuid4
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from atoll.engine.constraint import Constraint
 from atoll.engine.output import RequestOutput, StreamPiece
 from atoll.engine.sampling import SamplingParams
 from atoll.errors import AtollError
-from atoll.server.protocol import GenerationBody
+from atoll.server.protocol import GenerationBody, SchemaFormat, TextFormat
 from atoll.server.replies import DONE, EventStream, error_body, event, status_of, while_connected
 from atoll.server.service import Service
-from atoll.server.ticket import Job
+from atoll.server.ticket import SequenceTask
 from atoll.server.usage import UsageCount
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
@@ -37,11 +38,19 @@ class Reply(ABC, Generic[BodyT]):
         self.service = service
         self.body = body
         self.prompts = prompts
-        self.jobs = [Job(prompt, one, body.cache_salt) for prompt in prompts for one in params]
+        self.tasks = [SequenceTask(prompt, one, body.cache_salt, self._constraint(service, body)) for prompt in prompts for one in params]
         self.usage = UsageCount(prompts, body.num_choices)
         self._id = f"{self.id_prefix}-{uuid4().hex}"
         self._created_s = int(time.time())
         self._begun: set[int] = set()  # choices of which something was streamed
+
+    @staticmethod
+    def _constraint(service: Service, body: GenerationBody) -> Constraint | None:
+        """A fresh one for each sequence; None where any text will do."""
+        wanted = body.response_format
+        if wanted is None or isinstance(wanted, TextFormat):
+            return None
+        return service.grammars.constraint(wanted.json_schema.schema_ if isinstance(wanted, SchemaFormat) else None)
 
     @abstractmethod
     def choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
@@ -94,7 +103,7 @@ class Reply(ABC, Generic[BodyT]):
         if self.body.return_token_ids:
             choice["token_ids"] = piece.token_ids
             if is_first:
-                choice["prompt_token_ids"] = self.jobs[piece.index].token_ids
+                choice["prompt_token_ids"] = self.tasks[piece.index].token_ids
         envelope = self._envelope(self.chunk_object, [choice])
         if self.body.include_usage:
             envelope["usage"] = self.usage.as_json() if self.body.continuous_usage else None
@@ -111,7 +120,7 @@ async def generate(request: Request, body: BodyT, num_prompts: int, make_reply: 
     ticket = service.loop.open(num_prompts * body.num_choices)
     try:
         reply = await service.in_thread(make_reply, service, body)
-        ticket.submit(reply.jobs)
+        ticket.submit(reply.tasks)
         if not body.stream:
             outputs = await while_connected(request, ticket.outputs())
             ticket.close()

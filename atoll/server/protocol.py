@@ -28,6 +28,26 @@ class StreamOptions(Body):
     include_obfuscation: bool = False  # OpenAI's padding against listeners; of no effect here
 
 
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class ObjectFormat(Body):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Body):
+    name: Any = None
+    description: Any = None
+    strict: Any = None  # it always is
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+
+
+class SchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
 class GenerationBody(Body):
     """What completions and chat completions share. None: the default."""
 
@@ -51,6 +71,8 @@ class GenerationBody(Body):
     cache_salt: str | None = None  # prefixes are reused between requests with the same one only
     return_token_ids: bool = False  # token ids of prompt and output beside the text
 
+    response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+
     # Of no effect on the answer.
     user: Any = None
     metadata: Any = None
@@ -62,9 +84,8 @@ class GenerationBody(Body):
     # Refused, unless the value is one of `neutral`.
     logit_bias: Any = None
     best_of: Any = None
-    response_format: Any = None
 
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"logit_bias": (None, {}), "best_of": (None, 1), "response_format": (None, {"type": "text"})}
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"logit_bias": (None, {}), "best_of": (None, 1)}
 
     @property
     def num_choices(self) -> int:
@@ -84,6 +105,8 @@ class GenerationBody(Body):
             raise RequestError(f"n {self.num_choices} is above {max_n}; ask for fewer, or send the request again")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options are given and stream is not true; leave them out, or stream")
+        if self.response_format is not None and self.response_format.type != "text" and (self.min_tokens or self.ignore_eos):
+            raise RequestError("min_tokens or ignore_eos is given beside a response_format, which may have to end earlier; leave one of them out")
         for name, accepted in self.neutral.items():
             value = getattr(self, name)
             if value not in accepted:

@@ -12,6 +12,7 @@ from atoll.engine.engine import Engine
 from atoll.errors import AtollError, UnknownModelError
 from atoll.models.tokenizer import Tokenizer
 from atoll.server.engine_loop import EngineLoop
+from atoll.server.grammars import Grammars
 from atoll.server.metrics import ServerMetrics
 
 T = TypeVar("T")
@@ -27,6 +28,7 @@ class Service:
         self.tokenizer = tokenizer
         self.created_s = int(time.time())
         self.max_model_len = engine.scheduler.config.max_model_len
+        self.grammars = Grammars(tokenizer, engine.vocab_size)
         self.vocab_size = engine.vocab_size
         self.check_request = engine.check_request  # reads only what never changes, so any thread may call it
         self.metrics = ServerMetrics(model_name)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+from atoll.engine.constraint import Constraint
 from atoll.engine.output import RequestOutput, StreamPiece
 from atoll.engine.sampling import SamplingParams
 from atoll.errors import AtollError, GenerationError, UnavailableError
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Job:
+class SequenceTask:
     """One sequence to generate."""
 
     token_ids: list[int]
     params: SamplingParams
     cache_salt: str | None = None
+    constraint: Constraint | None = None
 
 
 class Ticket:
@@ -44,9 +46,9 @@ class Ticket:
         """Whether the last piece of every sequence has come."""
         return self._num_finished == self.num_sequences
 
-    def submit(self, jobs: list[Job]) -> None:
-        assert len(jobs) == self.num_sequences
-        self._loop.submit(self, jobs)
+    def submit(self, tasks: list[SequenceTask]) -> None:
+        assert len(tasks) == self.num_sequences
+        self._loop.submit(self, tasks)
 
     def put(self, piece: StreamPiece) -> None:
         self._num_finished += piece.finished
@@ -74,7 +76,7 @@ class Ticket:
             num_left -= sum(piece.finished for piece in good)
 
     async def outputs(self) -> list[RequestOutput]:
-        """All outputs, in the order of the jobs."""
+        """All outputs, in the order of the tasks."""
         outputs = {piece.index: piece.output async for pieces in self.batches() for piece in pieces if piece.output is not None}
         return [outputs[index] for index in range(self.num_sequences)]
 

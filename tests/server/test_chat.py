@@ -57,7 +57,12 @@ def test_log_probabilities_and_their_alternatives(server: Running) -> None:
         ({"messages": [{"role": "user"}]}, r"messages.0.content: Field required"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0.content"),
         ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools .* is not supported; leave it out"),
-        ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format .* is not supported"),
+        ({"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format: Input tag 'xml'"),
+        ({"messages": MESSAGES, "response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens or ignore_eos is given beside a response_format"),
+        (
+            {"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+            "schema cannot be compiled: Type",
+        ),
         ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs 2 is given and logprobs is not true"),
         ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "logprobs 21 is above 20"),
         ({"messages": MESSAGES, "max_tokens": 0}, "max_tokens 0 is below 1"),

@@ -43,6 +43,7 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "min_tokens": st.integers(0, 5),
     "cache_salt": st.text(max_size=2),
     "return_token_ids": st.booleans(),
+    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}}, {}]),
 }
 
 

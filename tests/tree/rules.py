@@ -40,6 +40,7 @@ NO_TORCH = (
     "atoll.kv.prefix_tree",
     "atoll.kv.prefix_stats",
     "atoll.kv.prefix",
+    "atoll.engine.constraint",
     "atoll.engine.sampling",
     "atoll.engine.request",
     "atoll.engine.step",

@@ -1,0 +1,83 @@
+"""Answers held to JSON, or to a JSON schema, by xgrammar: each step's allowed tokens; knows no request and no logits."""
+
+import functools
+import json
+import re
+from typing import Any
+
+import torch
+
+from atoll.errors import RequestError
+from atoll.models.tokenizer import Tokenizer
+
+MAX_SCHEMA_CHARS = 65_536
+# Lists and objects within each other. The time to compile grows with a power of it: 900 arrays in each other took more than 30 s, 300 objects 5 s (one core).
+MAX_SCHEMA_DEPTH = 64
+
+# Time and place in xgrammar's sources, with which its messages begin.
+_SOURCE_PLACE = re.compile(r"^(\[\S+\] )?(\S+\.cc:\d+: )?")
+
+
+class GrammarConstraint:
+    """An atoll.engine.constraint.Constraint around xgrammar's matcher."""
+
+    def __init__(self, matcher: Any, num_words: int) -> None:
+        self._matcher = matcher
+        self._words = torch.zeros(1, num_words, dtype=torch.int32)
+
+    def mask(self) -> bytes:
+        self._matcher.fill_next_token_bitmask(self._words)
+        return self._words.numpy().astype("<i4").tobytes()
+
+    def accept(self, token_id: int) -> bool:
+        return bool(self._matcher.accept_token(token_id))
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary, and keeps those that it has compiled. Any thread may call it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+
+    def constraint(self, schema: dict[str, Any] | bool | None) -> GrammarConstraint:
+        """For one sequence; None: any JSON object. Raises RequestError for a schema that cannot be compiled, and where xgrammar is not installed."""
+        compiler = self._compiler
+        try:
+            compiled = compiler.compile_json_schema(_schema_text({"type": "object"} if schema is None else schema), any_whitespace=False)
+        except (RuntimeError, ValueError, TypeError) as error:
+            reason = _SOURCE_PLACE.sub("", str(error)).strip()
+            raise RequestError(f"the JSON schema cannot be compiled: {reason}; simplify or mend it") from error
+        from xgrammar import GrammarMatcher
+
+        return GrammarConstraint(GrammarMatcher(compiled), -(-self._vocab_size // 32))
+
+    @functools.cached_property
+    def _compiler(self) -> Any:
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise RequestError("response_format needs xgrammar, which this server lacks; install atoll[structured], or leave it out") from error
+        tokenizer = self._tokenizer
+        # To xgrammar a token without text is special: no grammar allows it, but those that end a text.
+        pieces = [b"" if token_id in tokenizer.special_token_ids else tokenizer.token_bytes(token_id) for token_id in range(self._vocab_size)]
+        info = xgrammar.TokenizerInfo(pieces, xgrammar.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=list(tokenizer.eos_token_ids))
+        return xgrammar.GrammarCompiler(info, max_threads=1)
+
+
+def _schema_text(schema: dict[str, Any] | bool) -> str:
+    depth = _depth(schema)
+    if depth > MAX_SCHEMA_DEPTH:
+        raise RequestError(f"the JSON schema is {depth} levels deep, {MAX_SCHEMA_DEPTH} is the limit; give a flatter one")
+    text = json.dumps(schema)
+    if len(text) > MAX_SCHEMA_CHARS:
+        raise RequestError(f"the JSON schema has {len(text)} characters, {MAX_SCHEMA_CHARS} is the limit; give a smaller one")
+    return text
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        level = [part for one in level if isinstance(one, (dict, list)) for part in (one.values() if isinstance(one, dict) else one)]
+    return depth
