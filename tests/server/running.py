@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import httpx
+import httpx2
 
 from atoll.config import ServerConfig, make_engine_config
 from atoll.engine.build import make_engine
@@ -33,10 +33,10 @@ class Running:
     url: str
     service: Service
     engine: Engine
-    http: httpx.Client
+    http: httpx2.Client
     drain: Any
 
-    def post(self, path: str, **body: Any) -> httpx.Response:
+    def post(self, path: str, **body: Any) -> httpx2.Response:
         return self.http.post(path, json=body)
 
     def complete(self, prompt: Any, **body: Any) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def running_server(engine_options: dict[str, Any] | None = None, **options: Any)
     thread.start()
     try:
         assert ready.wait(60), "the server did not start"
-        with httpx.Client(base_url=url, timeout=60) as http:
+        with httpx2.Client(base_url=url, timeout=60) as http:
             yield Running(url, service, engine, http, server.drain)
     finally:
         server.drain()

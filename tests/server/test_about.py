@@ -34,7 +34,7 @@ def test_text_to_tokens_and_back(server: Running) -> None:
         ("/detokenize", {"tokens": [1536]}),
         ("/detokenize", {"tokens": [-1]}),
     ):
-        # httpx would refuse half of a surrogate pair itself.
+        # httpx2 would refuse half of a surrogate pair itself.
         assert server.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"}).status_code == 400
 
 

@@ -6,7 +6,7 @@ import random
 import time
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -15,7 +15,7 @@ from tests.server.running import Running, running_server
 NUM_CLIENTS = 200
 
 
-async def read_stream(http: httpx.AsyncClient, seed: int, leave_after: int | None) -> list[dict[str, Any]]:
+async def read_stream(http: httpx2.AsyncClient, seed: int, leave_after: int | None) -> list[dict[str, Any]]:
     """The chunks of one stream, up to where the client leaves."""
     body = {
         "prompt": f"Question {seed % 7}: {seed} marbles.",
@@ -29,7 +29,7 @@ async def read_stream(http: httpx.AsyncClient, seed: int, leave_after: int | Non
     chunks: list[dict[str, Any]] = []
     if leave_after == 0:
         # Before anything has come: the request waits, or is being tokenized.
-        with pytest.raises((asyncio.TimeoutError, httpx.ReadTimeout, httpx.RemoteProtocolError)):
+        with pytest.raises((asyncio.TimeoutError, httpx2.ReadTimeout, httpx2.RemoteProtocolError)):
             await asyncio.wait_for(http.post("/v1/completions", json=body), 0.001 * (seed % 50))
         return chunks
     async with http.stream("POST", "/v1/completions", json=body) as response:
@@ -61,8 +61,8 @@ def test_200_streams_of_which_a_third_are_left() -> None:
     leaves = [draw.choice([0, 1, 3, 9]) if draw.random() < 1 / 3 else None for _ in range(NUM_CLIENTS)]
 
     async def run(url: str) -> list[list[dict[str, Any]]]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
+        limits = httpx2.Limits(max_connections=None)
+        async with httpx2.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
             return await asyncio.gather(*(read_stream(http, seed, leave) for seed, leave in enumerate(leaves)))
 
     # A pool small enough that requests are preempted.
@@ -85,7 +85,7 @@ def leave(server: Running, streams: bool, **options: Any) -> None:
     """Begin a long request of six sequences, and leave."""
     body = {"prompt": ["a", "b", "c"], "max_tokens": 500, "ignore_eos": True, "n": 2, "stream": streams, **options}
     if not streams:
-        with pytest.raises(httpx.ReadTimeout):
+        with pytest.raises(httpx2.ReadTimeout):
             server.http.post("/v1/completions", json=body, timeout=0.3)
         return
     with server.http.stream("POST", "/v1/completions", json=body) as response:

@@ -4,13 +4,13 @@ import json
 import time
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.server.running import Running, running_server
 
 
-def check_error(response: httpx.Response, status: int, says: str) -> None:
+def check_error(response: httpx2.Response, status: int, says: str) -> None:
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}

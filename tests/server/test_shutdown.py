@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
+import httpx2
 
 OPTIONS = ("--device", "cpu", "--port", "0", "--max-num-seqs", "4", "--max-model-len", "512", "--num-pages", "400")
 
@@ -31,7 +31,7 @@ def server_process(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]
 def ask(url: str, max_tokens: int, streams: bool, begun: threading.Event) -> tuple[int, Any]:
     """Status, and the tokens or the error that came."""
     body = {"prompt": f"{max_tokens} marbles", "max_tokens": max_tokens, "ignore_eos": True, "stream": streams, "return_token_ids": True}
-    with httpx.Client(base_url=url, timeout=60) as http, http.stream("POST", "/v1/completions", json=body) as response:
+    with httpx2.Client(base_url=url, timeout=60) as http, http.stream("POST", "/v1/completions", json=body) as response:
         if not streams or response.status_code != 200:
             answer = json.loads(response.read())
             return response.status_code, len(answer["choices"][0]["token_ids"]) if "choices" in answer else answer["error"]["message"]
@@ -71,7 +71,7 @@ def test_sigterm_finishes_what_runs_and_refuses_what_waits() -> None:
         def terminate() -> None:
             waiting = 'num_requests_waiting{model_name="demo"} 5.0'
             for _ in range(500):
-                if waiting in httpx.get(f"{url}/metrics").text:
+                if waiting in httpx2.get(f"{url}/metrics").text:
                     break
             else:
                 raise AssertionError("the requests do not wait")
