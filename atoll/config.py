@@ -93,7 +93,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"  # whoever can reach it can use it, unless there is a key
     port: int = 8000  # 0: a free one
-    # Asked of every request but /health, as "Authorization: Bearer KEY". None: of nobody. Not in logs.
+    # Asked of every request but /health and the page's own files, as "Authorization: Bearer KEY". None: of nobody. Not in logs.
     api_key: str | None = dataclass_field(default_factory=lambda: os.environ.get("ATOLL_API_KEY") or None, repr=False)
     max_queued: int = 1024  # sequences accepted beyond those that fit in a step; more are refused with 429
     max_n: int = 16  # sequences for one prompt

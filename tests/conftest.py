@@ -26,6 +26,7 @@ GPU_DEVICE_FILES = ("nvidia0", "nvidiactl", "kfd", "dxg")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, and fail those that find no GPU")
+    parser.addoption("--page-screenshot", type=Path, metavar="FILE", help="where the test of the page leaves its picture; docs/page.png is made so")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

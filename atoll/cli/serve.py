@@ -87,4 +87,4 @@ def serve(
 
 
 def _say_ready(address: str, model_name: str) -> None:
-    typer.echo(f"{model_name} is served at {address}/v1 (Ctrl-C stops)", err=True)
+    typer.echo(f"{model_name} is served at {address}/v1, with a page at {address} (Ctrl-C stops)", err=True)

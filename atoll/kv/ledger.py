@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 
 from atoll.errors import ConfigError, OutOfPagesError, PoolCorruptError, PoolError
+from atoll.kv.page_map import PageMap
 
 NULL_PAGE = 0  # named by every padded lane of a page table; never handed out
 MAX_PAGES = 2**31  # page tables are int32
@@ -46,6 +47,7 @@ class PageLedger:
         # The class follows from the other two tables; it is kept apart so that check() has two accounts to compare.
         self._classes: list[PageClass] = [PageClass.NULL] + [PageClass.FREE] * (num_pages - 1)
         self._ref_counts: list[int] = [0] * num_pages
+        self.map = PageMap(num_pages)
         self._images: dict[int, tuple[int, ...]] = {}  # an image's first page -> all of its pages, in order
         # A stack, next page last. Nothing in a free page is worth keeping, so the page touched last goes out first: its lines are warmest, and a pool larger
         # than its traffic leaves the rest of its memory alone. (Pages that are worth keeping would want the opposite order, and a queue of their own.)
@@ -112,6 +114,7 @@ class PageLedger:
         for page in pages:
             self._classes[page] = page_class
             self._ref_counts[page] = 1
+            self.map.mark(page, page_class)
         return pages
 
     def retain(self, pages: Sequence[int]) -> None:
@@ -146,6 +149,7 @@ class PageLedger:
         """The one way by which a page becomes free, so that no release escapes `on_free`."""
         self._classes[page] = PageClass.FREE
         self._free.append(page)
+        self.map.mark(page, PageClass.FREE)
         if self._on_free is not None:
             self._on_free(page)
 
@@ -167,6 +171,7 @@ class PageLedger:
         for page, (page_class, refs) in enumerate(zip(self._classes, self._ref_counts, strict=True)):
             self._check_page(page, page_class, refs, page in on_free)
         self._check_images()
+        self._check_map()
         if held is not None:
             self._check_held_by(Counter(held))
 
@@ -185,6 +190,12 @@ class PageLedger:
         for page, page_class in enumerate(self._classes):
             if in_images[page] != (page_class is PageClass.IMAGE):
                 raise PoolCorruptError(f"page {page} is of class {page_class} and in {in_images[page]} images; an image's pages, and no others, are in one")
+
+    def _check_map(self) -> None:
+        for page, page_class in enumerate(self._classes):
+            shown = self.map.kind(page)
+            if shown != page_class and not (page_class is PageClass.KV and shown == "indexed"):
+                raise PoolCorruptError(f"page {page} is of class {page_class} and {shown} on the map; whatever changes a page's class marks it")
 
     def _check_held_by(self, held: Counter[int]) -> None:
         for page in held:

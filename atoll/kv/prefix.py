@@ -8,6 +8,7 @@ from atoll.errors import PoolCorruptError, PoolError
 from atoll.kv.checkpoint import Checkpoint
 from atoll.kv.eviction import EvictionQueue
 from atoll.kv.ledger import PageLedger
+from atoll.kv.page_map import count_kinds
 from atoll.kv.prefix_stats import MissReason, PrefixStats
 from atoll.kv.prefix_tree import PrefixNode, PrefixTree
 
@@ -159,6 +160,7 @@ class PrefixCache:
                 continue
             node = self._tree.insert(digests[number - 1] if number else root, digest, pages[number], first=not number)
             self.ledger.retain([node.page])
+            self.ledger.map.mark(node.page, "indexed")
             if node.parent is not None:
                 self._queue.discard(node.parent)
             self._gone_pages.pop(digest, None)
@@ -264,6 +266,9 @@ class PrefixCache:
         Raises PoolCorruptError at the first disagreement.
         """
         self._tree.check()
+        num_shown = count_kinds(self.ledger.map.text())["indexed"]
+        if num_shown != len(self._tree) or any(self.ledger.map.kind(node.page) != "indexed" for node in self._tree):
+            raise PoolCorruptError(f"{num_shown} pages are indexed on the map, {len(self._tree)} are in the tree; whatever enters the tree is marked")
         checkpoints = [node.checkpoint for node in self._tree if node.checkpoint is not None]
         for node in self._tree:
             evictable = not (node.is_held or node.children or node.checkpoint)

@@ -9,10 +9,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from atoll.errors import AtollError
-from atoll.server import about, chat, completions
+from atoll.server import about, chat, completions, page
 from atoll.server.guards import BodyLimit, KeyCheck
 from atoll.server.replies import atoll_error_reply, body_error_reply, client_gone_reply, http_error_reply, unexpected_error_reply
 from atoll.server.service import Service
+
+OPEN_PATHS = frozenset(("/health", *page.PATHS))  # whoever watches the server needs no key, and the page asks for it
 
 
 def make_app(service: Service) -> FastAPI:
@@ -29,7 +31,7 @@ def make_app(service: Service) -> FastAPI:
     # The usual pages of documentation load scripts from elsewhere; the description itself is at /openapi.json.
     app = FastAPI(title="Atoll", version=service.version, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
-    for router in (about.router, completions.router, chat.router):
+    for router in (about.router, completions.router, chat.router, page.router):
         app.include_router(router)
     app.add_exception_handler(AtollError, atoll_error_reply)
     app.add_exception_handler(RequestValidationError, body_error_reply)
@@ -38,5 +40,5 @@ def make_app(service: Service) -> FastAPI:
     app.add_exception_handler(Exception, unexpected_error_reply)
     app.add_middleware(BodyLimit, max_body_bytes=service.config.max_body_bytes)
     if service.config.api_key is not None:
-        app.add_middleware(KeyCheck, api_key=service.config.api_key)
+        app.add_middleware(KeyCheck, api_key=service.config.api_key, open_paths=OPEN_PATHS)
     return app

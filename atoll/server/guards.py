@@ -1,13 +1,12 @@
 """What is refused before anything reads a request: bodies that are too large, and clients without the key; knows no endpoint."""
 
 import hmac
+from collections.abc import Collection
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atoll.server.replies import error_reply
-
-OPEN_PATHS = ("/health",)  # whoever watches the server needs no key
 
 
 class BodyLimit:
@@ -51,14 +50,15 @@ class BodyLimit:
 
 
 class KeyCheck:
-    """Answers 401 to a request without `Authorization: Bearer KEY`."""
+    """Answers 401 to a request without `Authorization: Bearer KEY`, but for `open_paths`."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, api_key: str, open_paths: Collection[str]) -> None:
         self._app = app
+        self._open_paths = open_paths
         self._wanted = f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or hmac.compare_digest(_header(scope, b"authorization"), self._wanted):
+        if scope["type"] != "http" or scope["path"] in self._open_paths or hmac.compare_digest(_header(scope, b"authorization"), self._wanted):
             await self._app(scope, receive, send)
             return
         reply = error_reply("the API key is missing or wrong; send it as 'Authorization: Bearer KEY'", 401, code="invalid_api_key")

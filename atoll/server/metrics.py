@@ -50,6 +50,7 @@ class ServerMetrics:
 
     def __init__(self, model_name: str) -> None:
         self.engine = EngineStats()
+        self.num_generated = 0  # tokens
         self._registry = CollectorRegistry()
         self._model_name = model_name
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that began.")
@@ -73,6 +74,7 @@ class ServerMetrics:
     def note_piece(self, timing: Timing, piece: StreamPiece, now_s: float) -> None:
         if piece.token_ids:
             self._generation_tokens.inc(len(piece.token_ids))
+            self.num_generated += len(piece.token_ids)
             if timing.last_piece_s is None:
                 self._time_to_first_token.observe(now_s - timing.arrived_s)
             else:

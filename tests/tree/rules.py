@@ -34,6 +34,7 @@ NO_TORCH = (
     "atoll.config",
     "atoll.kv.guard",
     "atoll.kv.ledger",
+    "atoll.kv.page_map",
     "atoll.kv.slot_ledger",
     "atoll.kv.eviction",
     "atoll.kv.checkpoint",

@@ -12,6 +12,7 @@ from tests.tree.rules import FUNCTION
 SKIPS_EXCUSED: dict[str, str] = {
     "tests/ops/test_delta_fla.py": "flash-linear-attention is an extra, which a GPU machine may lack",
     "tests/engine/test_flashinfer.py": "FlashInfer is no dependency; where a GPU is without it, its tests wait",
+    "tests/server/test_browser.py": "Chromium and chromedriver are no Python packages; where they are missing, the tests of the page wait",
 }
 
 ASSERTING_PREFIXES = ("assert", "check", "raises", "fail", "run_state_machine")

@@ -1,0 +1,50 @@
+"""What the page shows of the engine: the pool page by page, requests, tokens, what was reused and why the rest was not; knows no HTTP."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from atoll.engine.engine import Engine
+from atoll.kv.page_map import LETTERS, count_kinds
+from atoll.kv.prefix_stats import MissReason
+
+
+@dataclass(frozen=True)
+class PoolView:
+    """The engine between two steps. `of` runs on the engine's thread and copies one byte per page; `as_json` runs elsewhere."""
+
+    pages: str  # a letter for each
+    page_size: int  # tokens
+    page_bytes: int
+    image_pages: int  # pages of one checkpoint; 0: the model keeps no states
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    num_preemptions: int
+    num_queries: int  # prompt tokens
+    num_hits: int  # of them, reused
+    misses: dict[MissReason, int]
+    time_s: float  # of the monotonic clock
+
+    @classmethod
+    def of(cls, engine: Engine) -> "PoolView":
+        scheduler, prefix = engine.scheduler, engine.prefix_stats
+        return cls(
+            pages=scheduler.ledger.map.text(),
+            page_size=scheduler.config.page_size,
+            page_bytes=engine.pool.layout.page_bytes,
+            image_pages=scheduler.cache.image_pages,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_steps=engine.num_steps,
+            num_preemptions=engine.num_preemptions,
+            num_queries=prefix.num_queries,
+            num_hits=prefix.num_hits,
+            misses={reason: prefix.misses[reason] for reason in MissReason},
+            time_s=time.monotonic(),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields, what the letters mean, and the pages counted by kind."""
+        kinds = {letter: kind for kind, letter in LETTERS.items()}
+        return {**vars(self), "kinds": kinds, "counts": count_kinds(self.pages)}
