@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
         ({"max_tokens": True}, "max_tokens True is a bool"),
         ({"min_tokens": -1}, "min_tokens -1 is below 0"),
         ({"min_tokens": 20}, "min_tokens 20 is above 16; use at most max_tokens"),
-        ({"temperature": -0.1}, "temperature -0.1 is neither 0 nor at least 0.0001; use 0 for greedy"),
+        ({"temperature": -0.1}, "temperature -0.1 is neither 0 nor from 0.0001 to 10000; use 0 for greedy"),
         ({"temperature": 1e-9}, "temperature 1e-09 is neither"),
         ({"temperature": float("nan")}, "temperature nan is neither"),
         ({"top_k": -1}, "top_k -1 is below 0; use 0 to keep every token"),
