@@ -47,7 +47,7 @@ class EngineConfig:
     seed: int = 0  # for requests without a seed of their own
 
     def __post_init__(self) -> None:
-        _check_integers(self)
+        _check_types(self)
         _check_choice("device", str(self.device).partition(":")[0], DEVICES)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kv_format", self.kv_format, KV_FORMAT_OPTIONS)
@@ -132,10 +132,12 @@ def checkpoint_policies(given: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def _check_integers(config: EngineConfig) -> None:
-    """A number as text, or 16.0, would fail much later, in the middle of a tensor's making."""
+def _check_types(config: EngineConfig) -> None:
+    """A number as text, or 16.0, would fail much later, in the middle of a tensor's making; "no" would count as true."""
     for field in fields(config):
         value = getattr(config, field.name)
+        if type(field.default) is bool and type(value) is not bool:
+            raise ConfigError(f"{field.name} {value!r} is a {type(value).__name__}, not a bool; give True or False")
         optional = field.default is None
         if (optional or type(field.default) is int) and type(value) is not int and not (optional and value is None):
             raise ConfigError(f"{field.name} {value!r} is a {type(value).__name__}, not an integer; give an int{' or None' if optional else ''}")

@@ -12,7 +12,7 @@ from atoll.config import EngineConfig, ServerConfig, make_engine_config
 def serve(
     model: Annotated[str, typer.Option(help="'demo', 'smollm2', a Hugging Face folder, or a .gguf file.")] = "demo",
     served_model_name: Annotated[str | None, typer.Option(help="The name that clients use.", show_default="as --model")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's, which wants an API key.")] = ServerConfig.host,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's; give an API key with it.")] = ServerConfig.host,
     port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.")] = ServerConfig.port,
     api_key: Annotated[
         str | None, typer.Option(help="Key that clients must send; better in ATOLL_API_KEY, which other users of the machine cannot see.", show_default=False)

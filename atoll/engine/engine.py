@@ -173,13 +173,18 @@ class Engine:
         for request_id in list(self._generations):
             self.abort(request_id)
 
+    @property
+    def _nan_remedy(self) -> str:
+        if self.guard is None and not self.runner.spec.mask_unowned_kv:
+            return f"attention backend {self.runner.attention_backend} does not mask unowned rows: turn the guard on, or take another backend"
+        return "try dtype float32 or another kv_format, and check the model's weights"
+
     def _advance(self, generation: _Generation, token: SampledToken) -> StreamPiece:
         """Take a request's new token."""
         request = generation.request
         if token.token_id is None:
             generation.error = (
-                f"the logits after {request.num_tokens} tokens hold NaN or Inf, so no token can be chosen; "
-                "try dtype float32 or another kv_format, and check the model's weights"
+                f"the logits after {request.num_tokens} tokens hold NaN or Inf, so no token can be chosen; {self._nan_remedy}"
             )
             log.error("request %d: %s", request.request_id, generation.error)
             return self._finish(generation, "error")

@@ -102,4 +102,6 @@ def comparison_lines(found: Comparison, names: tuple[str, str], shown: int = 10)
         lines.append(f"  pass {one.pass_index} question {one.index}: from {place} on; A {marks[0]}, B {marks[1]}")
     if len(found.divergences) > shown:
         lines.append(f"  ... and {len(found.divergences) - shown} more; --json shows all")
+    if found.missing and found.by == "output":
+        return [*lines, f"different: {found.missing} answers are in one run only; run both with the same --limit, --passes and data"]
     return [*lines, f"{'the same' if found.same else 'different'}, by {found.by}"]

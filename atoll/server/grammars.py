@@ -14,6 +14,22 @@ MAX_SCHEMA_CHARS = 65_536
 # Lists and objects within each other. The time to compile grows with a power of it: 900 arrays in each other took more than 30 s, 300 objects 5 s (one core).
 MAX_SCHEMA_DEPTH = 64
 
+# What xgrammar holds an answer to. It passes over other words, so they are refused: an answer must not break a schema that was accepted.
+_SUBSCHEMAS = frozenset(("items", "additionalProperties"))
+_LISTS_OF_SCHEMAS = frozenset(("anyOf", "allOf", "prefixItems"))
+_NAMED_SCHEMAS = frozenset(("properties", "$defs", "definitions"))
+_VALUES = frozenset(
+    ("type", "enum", "const", "required", "minItems", "maxItems", "minLength", "maxLength", "pattern", "format")
+    + ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minProperties", "maxProperties", "$ref")
+)
+_NOTES = frozenset(("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$id", "$comment"))
+_FORMATS = frozenset(
+    ("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference", "uri-template")
+    + ("json-pointer", "relative-json-pointer")
+)
+# Lookaround, named and backward references, word boundaries: anything but a plain group.
+_BEYOND_REGULAR = re.compile(r"\(\?(?!:)|\\[1-9bBk]")
+
 # Time and place in xgrammar's sources, with which its messages begin.
 _SOURCE_PLACE = re.compile(r"^(\[\S+\] )?(\S+\.cc:\d+: )?")
 
@@ -69,10 +85,37 @@ def _schema_text(schema: dict[str, Any] | bool) -> str:
     depth = _depth(schema)
     if depth > MAX_SCHEMA_DEPTH:
         raise RequestError(f"the JSON schema is {depth} levels deep, {MAX_SCHEMA_DEPTH} is the limit; give a flatter one")
-    text = json.dumps(schema)
+    _check_words(schema, "the JSON schema")
+    text = json.dumps(schema, ensure_ascii=False)
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise RequestError("the JSON schema holds half of a surrogate pair, which is no text; send whole characters")
     if len(text) > MAX_SCHEMA_CHARS:
         raise RequestError(f"the JSON schema has {len(text)} characters, {MAX_SCHEMA_CHARS} is the limit; give a smaller one")
     return text
+
+
+def _check_words(schema: Any, place: str) -> None:
+    """Raise RequestError for a schema, or one within it, that says more than an answer is held to."""
+    if not isinstance(schema, dict):
+        return
+    for word, value in schema.items():
+        if word in _NAMED_SCHEMAS and isinstance(value, dict):
+            for name, part in value.items():
+                _check_words(part, f"{place}, {word} {name!r}")
+        elif word in _LISTS_OF_SCHEMAS and isinstance(value, list):
+            if word == "allOf" and len(value) > 1:
+                raise RequestError(f"{place} has an allOf of {len(value)}, 1 is the limit; merge them into one schema")
+            for part in value:
+                _check_words(part, f"{place}, {word}")
+        elif word in _SUBSCHEMAS:
+            _check_words(value, f"{place}, {word}")
+        elif word == "format" and value not in _FORMATS:
+            raise RequestError(f"{place} has the format {value!r}, which is none of {', '.join(sorted(_FORMATS))}; use one of these, or a pattern")
+        elif word == "pattern" and isinstance(value, str) and _BEYOND_REGULAR.search(value):
+            raise RequestError(f"{place} has the pattern {value!r} with lookaround, a reference or a word boundary; write it without")
+        elif word not in _VALUES | _NOTES:
+            remedy = "use anyOf" if word == "oneOf" else "leave it out"
+            raise RequestError(f"{place} has {word!r}, to which no answer is held; {remedy}")
 
 
 def _depth(value: Any) -> int:

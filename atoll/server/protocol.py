@@ -102,7 +102,7 @@ class GenerationBody(Body):
     def check(self, *, max_n: int) -> None:
         """Raise RequestError for what Atoll cannot do."""
         if self.num_choices > max_n:
-            raise RequestError(f"n {self.num_choices} is above {max_n}; ask for fewer, or send the request again")
+            raise RequestError(f"n {self.num_choices} is above {max_n}; ask for fewer, or raise the server's --max-n")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options are given and stream is not true; leave them out, or stream")
         if self.response_format is not None and self.response_format.type != "text" and (self.min_tokens or self.ignore_eos):

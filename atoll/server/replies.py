@@ -56,9 +56,12 @@ def http_error_reply(request: Request, error: Exception) -> Response:
     return error_reply(f"{request.method} {request.url.path}: {error.detail}", error.status_code, headers=dict(error.headers or {}))
 
 
-def body_error_reply(_: Request, error: Exception) -> Response:
+def body_error_reply(request: Request, error: Exception) -> Response:
     """For a body that does not fit its model."""
     assert isinstance(error, RequestValidationError)
+    if not request.headers.get("content-type", "").partition(";")[0].strip().endswith("json"):
+        sent = request.headers.get("content-type", "no Content-Type")
+        return error_reply(f"the body came as {sent!r}, and is read as JSON alone; send the header 'Content-Type: application/json'", 400)
     faults: dict[str, str] = {}  # the first of each field: a union has one per branch
     for fault in error.errors():
         place = [str(part) for part in fault["loc"][1:]] if fault["type"] != "json_invalid" else []

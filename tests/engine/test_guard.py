@@ -141,6 +141,10 @@ def test_control_images_without_the_guard_show(wanted: list[list[int]]) -> None:
     llm = leaky_llm(guard="off")
     release_images(llm)
     assert broken(llm, wanted)
+    release_images(llm)
+    said = [output.error for output in llm.generate(PROMPTS, GREEDY) if output.error]
+    assert said
+    assert all("attention backend leaky does not mask unowned rows: turn the guard on" in error for error in said)
 
 
 def test_control_tails_alone_leak(wanted: list[list[int]]) -> None:

@@ -194,6 +194,7 @@ def test_a_name_that_is_no_device_is_refused(name: str) -> None:
     [
         ({"page_size": "16"}, "page_size '16' is a str, not an integer; give an int$"),
         ({"page_size": 16.0}, "page_size 16.0 is a float, not an integer"),
+        ({"prefix_caching": "no"}, "prefix_caching 'no' is a str, not a bool; give True or False"),
         ({"num_pages": 2.5}, "num_pages 2.5 is a float, not an integer; give an int or None"),
         ({"max_num_seqs": None}, "max_num_seqs None is a NoneType"),
         ({"seed": "a"}, "seed 'a' is a str"),

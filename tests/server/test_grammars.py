@@ -111,3 +111,25 @@ def test_a_server_without_xgrammar_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(RequestError, match=r"response_format needs xgrammar, which this server lacks; install atoll\[structured\]"):
         Grammars(demo().tokenizer, 1536).constraint(None)
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"allOf": [{"type": "integer", "minimum": 1}, {"maximum": 9}]}, "has an allOf of 2, 1 is the limit; merge them"),
+        ({"type": "integer", "not": {"enum": [3]}}, "has 'not', to which no answer is held; leave it out"),
+        ({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}, "properties 'a' has 'uniqueItems'"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "has 'oneOf', to which no answer is held; use anyOf"),
+        ({"type": "string", "pattern": "(?=a)b"}, "lookaround"),
+        ({"type": "string", "format": "nonsense"}, "has the format 'nonsense'"),
+        ({"enum": ["\ud83d"]}, "half of a surrogate pair"),
+    ],
+)
+def test_a_schema_that_no_answer_would_be_held_to_is_refused(schema: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RequestError, match=reason):
+        Grammars(demo().tokenizer, 1536).constraint(schema)
+
+
+def test_property_names_are_no_keywords() -> None:
+    schema = {"type": "object", "properties": {"not": {"type": "integer"}, "oneOf": {"type": "string", "format": "date"}}, "required": ["not"]}
+    assert Grammars(demo().tokenizer, 1536).constraint(schema).mask()
