@@ -183,9 +183,7 @@ class Engine:
         """Take a request's new token."""
         request = generation.request
         if token.token_id is None:
-            generation.error = (
-                f"the logits after {request.num_tokens} tokens hold NaN or Inf, so no token can be chosen; {self._nan_remedy}"
-            )
+            generation.error = f"the logits after {request.num_tokens} tokens hold NaN or Inf, so no token can be chosen; {self._nan_remedy}"
             log.error("request %d: %s", request.request_id, generation.error)
             return self._finish(generation, "error")
         counts = not request.below_min_tokens

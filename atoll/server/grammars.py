@@ -19,13 +19,44 @@ _SUBSCHEMAS = frozenset(("items", "additionalProperties"))
 _LISTS_OF_SCHEMAS = frozenset(("anyOf", "allOf", "prefixItems"))
 _NAMED_SCHEMAS = frozenset(("properties", "$defs", "definitions"))
 _VALUES = frozenset(
-    ("type", "enum", "const", "required", "minItems", "maxItems", "minLength", "maxLength", "pattern", "format")
-    + ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minProperties", "maxProperties", "$ref")
+    (
+        "type",
+        "enum",
+        "const",
+        "required",
+        "minItems",
+        "maxItems",
+        "minLength",
+        "maxLength",
+        "pattern",
+        "format",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "minProperties",
+        "maxProperties",
+        "$ref",
+    )
 )
 _NOTES = frozenset(("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$id", "$comment"))
 _FORMATS = frozenset(
-    ("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference", "uri-template")
-    + ("json-pointer", "relative-json-pointer")
+    (
+        "email",
+        "date",
+        "time",
+        "date-time",
+        "duration",
+        "ipv4",
+        "ipv6",
+        "hostname",
+        "uuid",
+        "uri",
+        "uri-reference",
+        "uri-template",
+        "json-pointer",
+        "relative-json-pointer",
+    )
 )
 # Lookaround, named and backward references, word boundaries: anything but a plain group.
 _BEYOND_REGULAR = re.compile(r"\(\?(?!:)|\\[1-9bBk]")

@@ -91,7 +91,11 @@ def test_a_body_that_is_no_object_is_told(small: Running, content: bytes, says: 
 
 def test_a_page_of_another_origin_cannot_make_a_browser_ask(small: Running) -> None:
     """A form sends text/plain without asking first; with the JSON type a browser asks, and no CORS header ever allows it."""
-    check_error(small.http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": "text/plain"}), 400, "send the header 'Content-Type: application/json'")
+    check_error(
+        small.http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": "text/plain"}),
+        400,
+        "send the header 'Content-Type: application/json'",
+    )
     preflight = small.http.options("/v1/completions", headers={"origin": "http://evil.example", "access-control-request-method": "POST"})
     assert preflight.status_code == 405
     answer = small.http.get("/v1/models", headers={"origin": "http://evil.example"})
