@@ -186,9 +186,8 @@ class _CaseRun:
 
     def _row(self, work: Workload, backend: str, flag: bool | None, l2: L2State | None) -> DecodeRow:
         costs = decode_costs(self.shape.spec(), work.lengths)
-        row = DecodeRow(self.shape.name, self.shape.batch, self.shape.ctx, backend, flag, 0, l2, costs.bytes, costs.flops)
-        row.page_order = self.options.page_order
-        return row
+        shape, order = self.shape, self.options.page_order
+        return DecodeRow(shape.name, shape.batch, shape.ctx, backend, flag, 0, l2, costs.bytes, costs.flops, page_order=order)
 
     def _gate(self, row: DecodeRow, work: Workload, out: torch.Tensor, *, ours: bool = True) -> None:
         """Others may trade accuracy for speed (fp8 Q and P: 3 %): their error is told, not judged, unless it is no answer at all."""

@@ -4,7 +4,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,6 @@ def environment(device: torch.device, commit: str | None = None) -> Environment:
     """Of this process. `commit` defaults to the checkout's, with "-dirty" where files differ from it; None outside a checkout."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
     return Environment(name, commit or git_commit(), torch.__version__, triton.__version__)
-
-
-def write_rows(path: Path, rows: Iterable[DecodeRow], env: Environment) -> None:
-    """Append rows to a JSONL file, each with its environment."""
-    append_jsonl(path, (asdict(row) | asdict(env) for row in rows))
 
 
 def append_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:

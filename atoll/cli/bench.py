@@ -1,7 +1,7 @@
 """`atoll bench`: measured speed of decode attention, of a model's decode steps, of checkpoints and the guard, and of the whole engine."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -100,14 +100,21 @@ def _tune(options: "DecodeBenchOptions", out: Path | None, commit: str | None, *
 def _keep(rows: "list[DecodeRow]", options: "DecodeBenchOptions", out: Path | None, commit: str | None, *, as_json: bool) -> None:
     from dataclasses import asdict
 
-    from atoll.bench.rows import environment, write_rows
+    from atoll.bench.rows import environment
 
     env = environment(options.device, commit)
+    _emit([asdict(row) | asdict(env) for row in rows], out, as_json=as_json)
+
+
+def _emit(found: list[dict[str, Any]], out: Path | None, *, as_json: bool) -> None:
+    """Rows to the file that keeps them, and to stdout where a machine reads."""
+    from atoll.bench.rows import append_jsonl
+
     if out is not None:
-        write_rows(out, rows, env)
+        append_jsonl(out, found)
     if as_json:
-        for row in rows:
-            write_json(asdict(row) | asdict(env))
+        for row in found:
+            write_json(row)
 
 
 @bench_app.command("engine")
@@ -133,7 +140,7 @@ def bench_engine(
     from rich.progress import Progress
 
     from atoll.bench.engine import EngineBenchOptions, report_lines, run_engine
-    from atoll.bench.rows import append_jsonl, check_writable, environment
+    from atoll.bench.rows import check_writable, environment
     from atoll.engine.build import choose_dtype
 
     target = torch_device(device)
@@ -146,11 +153,7 @@ def bench_engine(
         rows = run_engine(options, on_round=lambda done: progress.update(task, completed=done + 1))
     env = environment(target, commit)
     found = [asdict(row) | {"median_tokens_per_s": row.median, "spread": row.spread} | asdict(env) for row in rows]
-    if out is not None:
-        append_jsonl(out, found)
-    if as_json:
-        for one in found:
-            write_json(one)
+    _emit(found, out, as_json=as_json)
     for line in report_lines(rows):
         typer.echo(line, err=as_json)
 
@@ -181,7 +184,7 @@ def bench_model(
     from dataclasses import asdict
 
     from atoll.bench.model import ModelBenchOptions, ModelRow, row_lines, run_model
-    from atoll.bench.rows import append_jsonl, check_writable, environment
+    from atoll.bench.rows import check_writable, environment
     from atoll.engine.build import choose_dtype
 
     if out is not None:
@@ -193,11 +196,8 @@ def bench_model(
     def keep(row: ModelRow) -> None:
         # At once: a later case may run out of memory.
         found = asdict(row) | {"tokens_per_s": row.tokens_per_s} | asdict(env)
-        if out is not None:
-            append_jsonl(out, [found])
-        if as_json:
-            write_json(found)
-        else:
+        _emit([found], out, as_json=as_json)
+        if not as_json:
             typer.echo("\n".join(row_lines(row)))
 
     run_model(options, on_row=keep)
@@ -232,7 +232,7 @@ def bench_checkpoint(
     from dataclasses import asdict
 
     from atoll.bench.checkpoint import CheckpointBenchOptions, CheckpointRow, case_lines, run_checkpoint
-    from atoll.bench.rows import append_jsonl, check_writable, environment
+    from atoll.bench.rows import check_writable, environment
 
     if out is not None:
         check_writable(out)
@@ -242,12 +242,8 @@ def bench_checkpoint(
 
     def keep(rows: list[CheckpointRow]) -> None:
         found = [asdict(row) | {name: getattr(row, name) for name in derived} | asdict(env) for row in rows]
-        if out is not None:
-            append_jsonl(out, found)
-        if as_json:
-            for one in found:
-                write_json(one)
-        else:
+        _emit(found, out, as_json=as_json)
+        if not as_json:
             typer.echo("\n".join(case_lines(rows)))
 
     report = run_checkpoint(options, on_case=keep)
@@ -281,13 +277,13 @@ def bench_reuse(
     from dataclasses import asdict
 
     from atoll.bench.reuse import IMAGE_PAGES, ReuseOptions, report_lines, run_reuse
-    from atoll.bench.rows import append_jsonl, check_writable, environment
+    from atoll.bench.rows import check_writable, environment
     from atoll.engine.build import choose_checkpoint_interval
 
     target = torch_device(device)
     if out is not None:
         check_writable(out)
-    found: list[dict[str, object]] = []
+    found: list[dict[str, Any]] = []
     if model is not None:
         timed, own_image_pages = _time_first_token(model, page_size, prompt_tokens, rounds, device)
         image_pages = own_image_pages if image_pages is None else image_pages
@@ -297,11 +293,7 @@ def bench_reuse(
     rows = list(run_reuse(ReuseOptions(page_size, image_pages, num_pages, interval), shifts=lengths))
     env = environment(target, commit)
     found = [one | asdict(env) for one in [*found, *(asdict(row) | {"of_ideal": row.of_ideal} for row in rows)]]
-    if out is not None:
-        append_jsonl(out, found)
-    if as_json:
-        for one in found:
-            write_json(one)
+    _emit(found, out, as_json=as_json)
     for line in report_lines(rows):
         typer.echo(line, err=as_json)
 

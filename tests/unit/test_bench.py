@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from atoll.bench.decode import DecodeBenchOptions, DecodeReport, run_decode
 from atoll.bench.gate import leaks, relative_error
 from atoll.bench.peers import decode_problem
 from atoll.bench.report import case_lines, compare, summary_lines, variant_key
-from atoll.bench.rows import DecodeRow, Environment, check_writable, environment, write_rows
+from atoll.bench.rows import DecodeRow, Environment, append_jsonl, check_writable, environment
 from atoll.bench.shapes import DecodeShape, ModelHeads
 from atoll.bench.sketch import sketch
 from atoll.bench.workload import COLD_L2_MULTIPLE, BenchPool, poison_rows, restore_rows, unowned_rows
@@ -255,8 +256,8 @@ def test_a_tuning_that_does_not_fit_the_device_is_told(device: torch.device) -> 
 def test_rows_are_json_lines_with_their_environment(tmp_path: Path) -> None:
     path = tmp_path / "results" / "a.jsonl"
     env = Environment("NVIDIA H200", "0123abc", "2.11.0", "3.6.0")
-    write_rows(path, [row("a", 7.5)], env)
-    write_rows(path, [row("b", None)], env)
+    append_jsonl(path, [asdict(row("a", 7.5)) | asdict(env)])
+    append_jsonl(path, [asdict(row("b", None)) | asdict(env)])
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     for key in ("case", "backend", "mask_unowned_kv", "l2", "time_us", "bytes", "roof_gbps", "device", "commit", "torch", "triton"):
         assert key in first
