@@ -14,6 +14,7 @@ KV_FORMAT_OPTIONS = ("auto", "fp32", "bf16", "fp16", "fp8_tensor", "fp8_token") 
 KV_FILLS = ("zero", "nan", "0x7f", "inf", "max", "random")  # atoll.kv.FILLS, without its torch
 CHECKPOINT_POLICIES = ("ladder", "prompt", "demand", "end")  # atoll.engine.placement says what each is
 MAX_PAGE_SIZE = 1024  # tokens; as in atoll.ops.attention.spec
+TOOL_CALL_PARSERS = ("auto", "qwen_json", "qwen_xml")  # "auto" and atoll.server.tool_formats.TOOL_FORMATS, without its torch
 LOG_LEVELS = ("debug", "info", "warning", "error")
 GUARDS = ("auto", "on", "off")
 PREFILL_GRID = 64  # tokens; the chunk of the gated delta rule, so that one grid fits every layer
@@ -100,6 +101,7 @@ class ServerConfig:
     max_body_bytes: int = 16 * 2**20  # of a request
     shutdown_s: float = 30.0  # seconds that running requests have to finish after SIGTERM
     num_text_threads: int = 2  # threads that tokenize and fill in chat templates
+    tool_call_parser: str = "auto"  # how the model spells calls of functions; auto: as its chat template does
     log_level: str = "warning"  # info: a line per request
 
     def __post_init__(self) -> None:
@@ -109,6 +111,7 @@ class ServerConfig:
                 raise ConfigError(f"{name} {value!r} is no integer from {low}{'' if high is None else f' to {high}'}; give one in that range")
         if not math.isfinite(self.shutdown_s) or self.shutdown_s < 0:
             raise ConfigError(f"shutdown_s {self.shutdown_s} is not a number of seconds from 0; give for example 30")
+        _check_choice("tool_call_parser", self.tool_call_parser, TOOL_CALL_PARSERS)
         _check_choice("log_level", self.log_level, LOG_LEVELS)
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip() == self.api_key and self.api_key):
             raise ConfigError("the API key is empty, or holds spaces around it or characters that a header cannot carry; give one of printable ASCII")

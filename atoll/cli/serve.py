@@ -22,6 +22,9 @@ def serve(
     max_body_bytes: Annotated[int, typer.Option(help="Bytes of a request, at most.")] = ServerConfig.max_body_bytes,
     shutdown_s: Annotated[float, typer.Option(help="Seconds that running requests have to finish after SIGTERM.")] = ServerConfig.shutdown_s,
     num_text_threads: Annotated[int, typer.Option(help="Threads that tokenize.")] = ServerConfig.num_text_threads,
+    tool_call_parser: Annotated[
+        str, typer.Option(help="How the model spells calls of functions: qwen_json, qwen_xml, or auto, as its chat template does.")
+    ] = ServerConfig.tool_call_parser,
     log_level: Annotated[str, typer.Option(help="debug, info (with a line per request), warning, error.")] = "warning",
     kv_format: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "auto",
     kv_fill: Annotated[str, typer.Option(help="The pool's bytes at start: zero, nan, random, ...; no answer may depend on it.")] = "zero",
@@ -67,6 +70,7 @@ def serve(
         "max_body_bytes": max_body_bytes,
         "shutdown_s": shutdown_s,
         "num_text_threads": num_text_threads,
+        "tool_call_parser": tool_call_parser,
         "log_level": log_level,
     } | ({} if api_key is None else {"api_key": api_key})
     # A bad option is told before the slow imports.
