@@ -7,6 +7,7 @@ import typer
 
 from atoll.cli.base import stderr_console
 from atoll.config import EngineConfig, ServerConfig, make_engine_config
+from atoll.errors import ConfigError
 
 
 def serve(
@@ -74,6 +75,8 @@ def serve(
         "log_level": log_level,
     } | ({} if api_key is None else {"api_key": api_key})
     # A bad option is told before the slow imports.
+    if served_model_name is not None and not served_model_name.strip():
+        raise ConfigError(f"served_model_name {served_model_name!r} is empty; give the name that clients use, or leave it out for that of --model")
     config = make_engine_config(engine_options)
     server_config = ServerConfig(**server_options)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -87,8 +90,13 @@ def serve(
         loaded = load_model(model, device=choose_device(config.device), dtype=choose_dtype(config.dtype))
         engine = make_engine(loaded.model, loaded.config, loaded.tokenizer, config)
     service = Service(engine, loaded.tokenizer, served_model_name or model, server_config, __version__)
-    serve_until_signal(service, on_listen=lambda address: _say_ready(address, service.model_name))
+    serve_until_signal(service, on_listen=lambda address: _say_ready(address, service.model_name), on_interrupt=lambda: _say_stopping(shutdown_s))
 
 
 def _say_ready(address: str, model_name: str) -> None:
     typer.echo(f"{model_name} is served at {address}/v1, with a page at {address} (Ctrl-C stops)", err=True)
+
+
+def _say_stopping(shutdown_s: float) -> None:
+    # The terminal has written ^C, and no end of line.
+    typer.echo(f"\nstopping: what runs has {shutdown_s:g} s to finish (Ctrl-C ends it now)", err=True)
