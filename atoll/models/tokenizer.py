@@ -72,7 +72,7 @@ class Tokenizer:
             rendered: Any = render_jinja_template([[dict(message) for message in messages]], chat_template=self.chat_template, **names)
         # The last two: a template that takes a field for granted, or of another type.
         except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise RequestError(f"the model's chat template refuses these {len(messages)} messages: {error}; each needs a role and content it knows") from error
+            raise RequestError(f"the model's chat template refuses the conversation: {error}; each message needs a role and content it knows") from error
         # The template writes the special tokens itself.
         return self.encode(rendered[0][0], add_special_tokens=False)
 

@@ -30,7 +30,7 @@ class ChatReply(Reply[ChatBody]):
         self._form = self._tools.form(service.grammars) if self._tools is not None else None
         self._parsers: dict[int, ToolCallParser] = {}  # by choice
         prompt = encode_conversation(service.tokenizer, template_messages(body.messages), template_tools(body))
-        max_tokens = body.max_completion_tokens or body.max_tokens or service.max_model_len
+        max_tokens = service.max_model_len if body.asked_tokens is None else body.asked_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         super().__init__(service, body, [prompt], body.sampling_params(max_tokens=max_tokens, logprobs=logprobs))
 

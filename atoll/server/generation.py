@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from atoll.engine.constraint import Constraint
 from atoll.engine.output import RequestOutput, StreamPiece
 from atoll.engine.sampling import SamplingParams
-from atoll.errors import AtollError
+from atoll.errors import AtollError, RequestError
 from atoll.server.protocol import GenerationBody, SchemaFormat, TextFormat
 from atoll.server.replies import DONE, EventStream, error_body, event, status_of, while_connected
 from atoll.server.service import Service
@@ -36,6 +36,7 @@ class Reply(ABC, Generic[BodyT]):
         for prompt in prompts:
             for one in params:
                 service.check_request(prompt, one, body.cache_salt)
+            _check_length(len(prompt), body.asked_tokens, service.max_model_len)
         self.service = service
         self.body = body
         self.prompts = prompts
@@ -144,3 +145,13 @@ async def generate(request: Request, body: BodyT, num_prompts: int, make_reply: 
 def _check(service: Service, body: GenerationBody) -> None:
     service.check_model(body.model)
     body.check(max_n=service.config.max_n)
+
+
+def _check_length(num_prompt_tokens: int, asked_tokens: int | None, max_model_len: int) -> None:
+    """An answer is cut at the model's length only where the client leaves its own open."""
+    total = num_prompt_tokens + (asked_tokens or 0)
+    if total > max_model_len:
+        raise RequestError(
+            f"{num_prompt_tokens} tokens of the prompt and {asked_tokens} to generate are {total}, {max_model_len} is the limit; "
+            "lower max_tokens, or leave it out"
+        )

@@ -8,9 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
+from atoll.engine.prompts import check_text
 from atoll.engine.sampling import MAX_SEED, SamplingParams
 from atoll.errors import RequestError
 
+MAX_COUNT = 2**31 - 1  # of anything; so that a number never fills an error
 MAX_TOOLS = 128
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
@@ -56,13 +58,14 @@ class GenerationBody(Body):
     """What completions and chat completions share. None: the default."""
 
     model: StrictStr | None = None
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=0, le=MAX_COUNT)
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None  # -1, as 0: all
     min_p: float | None = None
     seed: int | None = None
-    n: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=MAX_COUNT)
+    best_of: int | None = None  # refused, unless it is n: to choose among more than are sent is not supported
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool = False
@@ -87,13 +90,17 @@ class GenerationBody(Body):
 
     # Refused, unless the value is one of `neutral`.
     logit_bias: Any = None
-    best_of: Any = None
 
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"logit_bias": (None, {}), "best_of": (None, 1)}
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"logit_bias": (None, {})}
 
     @property
     def num_choices(self) -> int:
         return self.n or 1
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """Tokens to generate; None: the client leaves it open."""
+        return self.max_tokens
 
     @property
     def include_usage(self) -> bool:
@@ -112,6 +119,10 @@ class GenerationBody(Body):
         """Raise RequestError for what Atoll cannot do."""
         if self.num_choices > max_n:
             raise RequestError(f"n {self.num_choices} is above {max_n}; ask for fewer, or raise the server's --max-n")
+        if self.best_of not in (None, self.num_choices):
+            raise RequestError(f"best_of {self.best_of} is not n {self.num_choices}, and all that is generated is sent; leave best_of out, or set n")
+        if self.cache_salt is not None:
+            check_text("cache_salt", self.cache_salt)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options are given and stream is not true; leave them out, or stream")
         if self.held_by is not None and (self.min_tokens or self.ignore_eos):
@@ -227,7 +238,7 @@ class NamedTool(Body):
 
 class ChatBody(GenerationBody):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: int | None = Field(None, ge=0)  # the newer name of max_tokens
+    max_completion_tokens: int | None = Field(None, ge=0, le=MAX_COUNT)  # the newer name of max_tokens
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
@@ -245,6 +256,10 @@ class ChatBody(GenerationBody):
         "reasoning_effort": (None, "none"),
         "chat_template_kwargs": (None, {}),
     }
+
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def must_call(self) -> bool:
@@ -266,7 +281,7 @@ class ChatBody(GenerationBody):
         self._check_tools()
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError(f"top_logprobs {self.top_logprobs} is given and logprobs is not true; set it, or leave top_logprobs out")
-        if 0 in (self.max_tokens, self.max_completion_tokens):
+        if self.asked_tokens == 0:
             raise RequestError("max_tokens 0 is below 1; generate at least one token")
 
     def _check_tools(self) -> None:

@@ -66,6 +66,8 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 def _template_message(message: ChatMessage, place: str) -> dict[str, Any]:
     if message.content is None and not message.tool_calls:
         raise RequestError(f"{place}.content is missing; give text, or tool_calls")
+    check_text(f"{place}.role", message.role)
+    check_text(f"{place}.content", message.text)
     plain: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.tool_calls:
         if message.role != "assistant":

@@ -74,7 +74,9 @@ def answer(server: Running, path: str, body: Any) -> int:
     if response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream"):
         assert '"error"' not in response.text and response.text.endswith("data: [DONE]\n\n"), (body, response.text)
     elif response.status_code != 200:
-        assert response.json()["error"]["message"], body
+        message = response.json()["error"]["message"]
+        # The words of the library that checks bodies, which know neither the field nor a remedy.
+        assert message and "Input should" not in message and "Field required" not in message and "which is not taken" not in message, (body, message)
     return response.status_code
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atoll.config import TOOL_CALL_PARSERS
 from atoll.server import tool_calls
 from atoll.server.grammars import Grammars
 from atoll.server.tool_calls import CallArguments, CallBegin, ToolCallParser
@@ -304,6 +305,7 @@ def test_whatever_the_grammar_allows_is_read_as_it_was_meant(name: str) -> None:
 
 
 def test_the_chat_template_chooses() -> None:
+    assert ("auto", *TOOL_FORMATS) == TOOL_CALL_PARSERS
     assert choose_tool_format("auto", None).name == choose_tool_format("auto", "<tool_call>{{ tools }}").name == "qwen_json"
     assert choose_tool_format("auto", "<tool_call>\n<function=example>").name == "qwen_xml"
     assert choose_tool_format("qwen_json", "<function=").name == "qwen_json"
