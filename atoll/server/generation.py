@@ -152,6 +152,5 @@ def _check_length(num_prompt_tokens: int, asked_tokens: int | None, max_model_le
     total = num_prompt_tokens + (asked_tokens or 0)
     if total > max_model_len:
         raise RequestError(
-            f"{num_prompt_tokens} tokens of the prompt and {asked_tokens} to generate are {total}, {max_model_len} is the limit; "
-            "lower max_tokens, or leave it out"
+            f"prompt {num_prompt_tokens} + max_tokens {asked_tokens} = {total} tokens, {max_model_len} is the limit; lower max_tokens, or leave it out"
         )

@@ -120,11 +120,10 @@ class ToolCallParser:
     def _read_whole(self, *, is_last: bool) -> bool:
         """The call at hand, once a CLOSE is found that ends it, or the answer does."""
         while self._num_closes < MAX_CLOSES:
-            self._num_closes += 1
             close = self._text.find(CLOSE, self._at + self._num_read)
             if close < 0 and not is_last:
-                self._num_closes -= 1
                 return False
+            self._num_closes += 1
             end = len(self._text) if close < 0 else close
             try:
                 call = self._format.read(self._text[self._at + len(OPEN) : end], self._schemas)

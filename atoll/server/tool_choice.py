@@ -9,6 +9,8 @@ from atoll.server.protocol import ChatBody, ChatMessage, NamedTool, SchemaFormat
 from atoll.server.tool_calls import ToolCallParser
 from atoll.server.tool_formats import OPEN, ToolFormat, read_json
 
+# All tools together. A grammar of 128 tools, each of arrays in arrays as deep as a schema may be, 300,000 characters in all, took 4 s to make (one core).
+MAX_TOOLS_CHARS = 262_144
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -19,8 +21,9 @@ class ToolChoice:
         self._body = body
         self._format = tool_format
         self._tools = body.offered_tools
-        for at, tool in enumerate(self._tools):
-            _check_tool(tool, f"tools.{at}")
+        num_chars = sum(_check_tool(tool, f"tools.{at}") for at, tool in enumerate(self._tools))
+        if num_chars > MAX_TOOLS_CHARS:
+            raise RequestError(f"the tools have {num_chars} characters together, {MAX_TOOLS_CHARS} is the limit; offer fewer, or describe them shortly")
         self._only_one = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
         self._schemas = {tool.function.name: {"type": "object", **(tool.function.parameters or NO_PARAMETERS)} for tool in self._tools}
 
@@ -94,8 +97,10 @@ def _arguments(text: str, place: str) -> dict[str, Any]:
     return arguments
 
 
-def _check_tool(tool: Tool, place: str) -> None:
-    check_schema_size(tool.model_dump(), place)
+def _check_tool(tool: Tool, place: str) -> int:
+    """Its characters."""
+    num_chars = len(check_schema_size(tool.model_dump(exclude_none=True), place))
     parameters = tool.function.parameters
     if parameters and parameters.get("type", "object") != "object":
         raise RequestError(f"{place}.function.parameters.type {str(parameters['type'])[:80]!r} is not 'object'; parameters are the properties of an object")
+    return num_chars

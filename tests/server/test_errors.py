@@ -62,7 +62,7 @@ def check_error(response: httpx2.Response, status: int, says: str) -> None:
         ({"prompt": "a", "best_of": 3}, 400, "best_of 3 is not n 1, and all that is generated is sent; leave best_of out, or set n"),
         ({"prompt": "a", "n": 3, "best_of": 2}, 400, "best_of 2 is not n 3"),
         ({"prompt": "a", "best_of": "x"}, 400, "best_of is 'x', and must be an integer"),
-        ({"prompt": "a", "max_tokens": 512}, 400, "1 tokens of the prompt and 512 to generate are 513, 512 is the limit"),
+        ({"prompt": "a", "max_tokens": 512}, 400, "prompt 1 + max_tokens 512 = 513 tokens, 512 is the limit"),
         ({"prompt": "a", "suffix": "b"}, 400, "suffix 'b' is not supported"),
         ({"prompt": "a", "cache_salt": ""}, 400, "cache_salt ''"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options are given and stream is not true"),
@@ -213,7 +213,7 @@ def test_an_answer_is_cut_only_where_its_length_is_left_open(small: Running) -> 
     """At the model's 512 tokens."""
     prompt = [40] * 508
     assert small.complete(prompt, max_tokens=4, ignore_eos=True)["usage"]["total_tokens"] == 512
-    check_error(small.post("/v1/completions", prompt=prompt, max_tokens=5), 400, "508 tokens of the prompt and 5 to generate are 513, 512 is the limit")
+    check_error(small.post("/v1/completions", prompt=prompt, max_tokens=5), 400, "prompt 508 + max_tokens 5 = 513 tokens, 512 is the limit")
     left_open = small.post("/v1/completions", prompt=prompt, ignore_eos=True).json()
     assert (left_open["choices"][0]["finish_reason"], left_open["usage"]["completion_tokens"]) == ("length", 4)
     messages = [{"role": "user", "content": "a"}]

@@ -268,6 +268,10 @@ def nested(levels: int) -> Any:
         ({"tools": function(parameters={"type": "array"})}, "tools.0.function.parameters.type 'array' is not 'object'"),
         ({"tools": function(parameters=nested(100))}, "levels deep, 64 is the limit"),
         ({"tools": function(parameters={"description": "x" * 70_000})}, "characters, 65536 is the limit"),
+        (
+            {"tools": [{"type": "function", "function": {"name": f"f{at}", "description": "x" * 60_000}} for at in range(5)]},
+            "characters together, 262144 is the limit; offer fewer",
+        ),
         ({"tools": function(description="\ud83d")}, "half of a surrogate pair"),
         ({"tools": function(colour="red")}, "colour"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
