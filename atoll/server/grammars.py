@@ -113,6 +113,9 @@ class Grammars:
         """The part that is a schema's properties as `<parameter=NAME>VALUE</parameter>`. Raises RequestError as `constraint` does."""
         xgrammar = self._xgrammar
         _schema_text(schema, place)
+        for name in schema.get("properties") or ():
+            if not name or set(name) & set("<>\n"):
+                raise RequestError(f"{place} has the property {name!r}, which <parameter=NAME> cannot spell; rename it")
         part = {"type": "json_schema", "json_schema": schema, "style": "qwen_xml", "max_whitespace_cnt": 1}
         with _told(place):
             xgrammar.Grammar.from_structural_tag({"type": "structural_tag", "format": part})

@@ -195,8 +195,11 @@ def read_json(text: str) -> Any:
 
 
 def write_json(value: Any) -> str:
-    """Raises ValueError for infinity, which a number like 1e999 is read as."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    """Raises ValueError for infinity, which a number like 1e999 is read as, and for what is too deep to be written."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except RecursionError as error:
+        raise ValueError("too many levels") from error
     # Half of a surrogate pair, which a model may write as an escape, can leave as one only.
     return text if text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text) else json.dumps(value)
 

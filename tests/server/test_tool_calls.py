@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.config import TOOL_CALL_PARSERS
+from atoll.errors import RequestError
 from atoll.server import tool_calls
 from atoll.server.grammars import Grammars
 from atoll.server.tool_calls import CallArguments, CallBegin, ToolCallParser
@@ -249,6 +250,28 @@ def test_a_schema_that_is_none_harms_no_free_call(schema: dict[str, Any]) -> Non
 def test_half_of_a_surrogate_pair_can_be_sent_on() -> None:
     _, [(_, arguments)] = read(['<tool_call>{"name": "weather", "arguments": {"city": "\\ud83d é"}}</tool_call>'], "qwen_json")
     assert arguments.encode() and json.loads(arguments) == {"city": "\ud83d é"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_too_deep_to_be_read_or_written_are_text(name: str) -> None:
+    """Wherever within Python's limit the one or the other begins to fail."""
+    num_calls = []
+    for levels in range(100, 1100, 20):
+        value = "[" * levels + "]" * levels
+        text = {
+            "qwen_json": f'<tool_call>{{"name": "weather", "arguments": {{"any": {value}}}}}</tool_call>',
+            "qwen_xml": f"<tool_call><function=weather><parameter=any>{value}</parameter></function></tool_call>",
+        }[name]
+        content, calls = read([text], name)
+        assert len(calls) == 1 or content == text
+        num_calls.append(len(calls))
+    assert num_calls[0] == 1 and num_calls[-1] == (name == "qwen_xml")
+
+
+def test_names_that_xml_cannot_spell_are_refused() -> None:
+    for name in ("", "a>b", "<a", "a\nb"):
+        with pytest.raises(RequestError, match=r"tools.0 has the property '.*', which <parameter=NAME> cannot spell; rename it"):
+            TOOL_FORMATS["qwen_xml"].grammar(Grammars(demo().tokenizer, 1536), {"type": "object", "properties": {name: {}}}, "tools.0")
 
 
 def test_a_hostile_text_takes_no_time() -> None:
