@@ -110,6 +110,12 @@ def test_a_call_that_must_be_made_is_made(qwen: Running, choice: Any) -> None:
     check_call(name, arguments)
 
 
+def test_control_without_the_grammar_the_demo_model_makes_no_call(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChatReply, "constraint", lambda reply: None)
+    [one] = ask(server, tool_choice="required", temperature=0, max_tokens=40)["choices"]
+    assert "tool_calls" not in one["message"] and one["message"]["content"].startswith("Hello!") and one["finish_reason"] == "stop"
+
+
 def test_several_calls_until_the_tokens_end(qwen: Running) -> None:
     [one] = ask(qwen, tool_choice="required", max_tokens=100, tools=[FLIP])["choices"]
     calls = one["message"]["tool_calls"]
