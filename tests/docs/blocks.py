@@ -61,6 +61,13 @@ def make_command(folder: Path) -> Path:
     return folder
 
 
+def make_checkout(root: Path, path: Path) -> Path:
+    """A folder in which `.venv/bin/atoll` is that command too."""
+    (root / ".venv").mkdir(parents=True)
+    (root / ".venv" / "bin").symlink_to(path)
+    return root
+
+
 def run_block(block: Block, folder: Path, path: Path, url: str) -> None:
     """Run one block in `folder`, `path` before all others on PATH. Raises AssertionError where it ends or says otherwise than the page has it."""
     text = block.text.replace(ADDRESS, url)
