@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "http://127.0.0.1:8000"  # of the server, as the pages have it
 LANGUAGES = ("sh", "python", "text")
 # Why a block may stand there without being run.
-EXCUSES = ("starts a server", "takes minutes", "needs a GPU and a checkpoint")
+EXCUSES = ("starts a server", "takes minutes", "needs Chromium", "needs a GPU and a checkpoint")
 
 _BLOCK = re.compile(r"(?:^<!-- (?P<mark>not run|file): (?P<what>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
