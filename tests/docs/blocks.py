@@ -1,5 +1,6 @@
 """The code blocks of a page, and how they are run: as a reader would, but for the address of the server and the interpreter."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -12,6 +13,9 @@ ADDRESS = "http://127.0.0.1:8000"  # of the server, as the pages have it
 LANGUAGES = ("sh", "python", "text")
 # Why a block may stand there without being run.
 EXCUSES = ("starts a server", "takes minutes", "needs Chromium", "needs a GPU and a checkpoint")
+
+# On a CPU wherever the tests run, since the pages say what it says there; and to this machine without a proxy.
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "200", "no_proxy": "*"}
 
 _BLOCK = re.compile(r"(?:^<!-- (?P<mark>not run|file): (?P<what>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -77,7 +81,7 @@ def run_block(block: Block, folder: Path, path: Path, url: str) -> None:
     if block.excuse is not None:
         return
     command = ["bash", "-euo", "pipefail", "-c", text] if block.language == "sh" else [sys.executable, "-W", "error", "-c", text]
-    environment = {"PATH": f"{path}:/usr/local/bin:/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    environment = {**os.environ, **ENVIRONMENT, "PATH": f"{path}:{os.environ['PATH']}"}
     if block.language == "python":
         environment["PYTHONPATH"] = str(ROOT)
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

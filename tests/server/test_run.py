@@ -73,9 +73,9 @@ def test_it_says_where_to_look_and_ends_well(tree: Path) -> None:
         assert page.startswith("http://127.0.0.1:") and api == f"{page}/v1" and "Ctrl-C stops" in where
         # It answers as soon as it has said so.
         assert "Atoll" in httpx2.get(page).text and httpx2.get(f"{api}/models").json()["data"][0]["id"] == "demo"
-        curl = shlex.split(how.removeprefix("try: "))
+        curl = [*shlex.split(how.removeprefix("try: ")), "--silent", "--show-error", "--fail", "--noproxy", "*"]
         assert curl[0] == "curl"
-        answer = subprocess.run([*curl, "--silent", "--show-error", "--fail"], capture_output=True, text=True, check=True, timeout=WAIT_S).stdout
+        answer = subprocess.run(curl, capture_output=True, text=True, check=True, timeout=WAIT_S).stdout
         assert "demo model" in answer
         # The port is taken now.
         with running(tree, "--port", page.rpartition(":")[2]) as second:
