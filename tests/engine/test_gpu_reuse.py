@@ -67,7 +67,7 @@ def test_warm_equals_cold(loaded: LoadedModel, cold: tuple[str, list[list[int]],
     first, again = llm.generate(work, GREEDY), llm.generate(work, GREEDY)
     assert tokens(first) == wanted
     assert tokens(again) == wanted
-    assert all(len(output.prompt_token_ids) - output.num_cached_tokens <= 16 for output in again)
+    assert all(len(output.prompt_token_ids) - output.num_cached_tokens <= 64 for output in again)
     check_nothing_is_held(llm)
 
 
