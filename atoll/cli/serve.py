@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from atoll.cli.base import stderr_console
+from atoll.cli.flags import EngineFlags, spread
 from atoll.config import EngineConfig, ServerConfig, make_engine_config
 
 if TYPE_CHECKING:
     from atoll.server.service import Service
 
 
+@spread
 def serve(
     model: Annotated[str, typer.Option(help="'demo', 'smollm2', a Hugging Face folder, or a .gguf file.")] = "demo",
     served_model_name: Annotated[str | None, typer.Option(help="The name that clients use.", show_default="as --model")] = None,
@@ -29,42 +31,13 @@ def serve(
     shutdown_s: Annotated[float, typer.Option(help="Seconds that running requests have to finish after SIGTERM.")] = ServerConfig.shutdown_s,
     num_text_threads: Annotated[int, typer.Option(help="Threads that tokenize.")] = ServerConfig.num_text_threads,
     log_level: Annotated[str, typer.Option(help="debug, info (with a line per request), warning, error.")] = "warning",
-    kv_format: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "auto",
-    kv_fill: Annotated[str, typer.Option(help="The pool's bytes at start: zero, nan, random, ...; no answer may depend on it.")] = "zero",
-    page_size: Annotated[int, typer.Option(help="Tokens per page, a power of two.")] = 16,
-    num_pages: Annotated[int | None, typer.Option(help="Pages of the pool.", show_default="from the memory at hand")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and output together, at most.", show_default="what model and pool allow")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = EngineConfig.max_num_seqs,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = EngineConfig.max_num_batched_tokens,
-    prefix_caching: Annotated[bool, typer.Option(help="Reuse what prompts have in common.")] = EngineConfig.prefix_caching,
-    state_checkpoint_interval_tokens: Annotated[
-        int | None, typer.Option(help="Of a hybrid model: tokens between kept states; 0: keep none, -1: no ladder.", show_default="from the state's size")
-    ] = None,
-    checkpoint_policy: Annotated[str, typer.Option(help="Where states are kept: all, or some of ladder,prompt,demand,end.")] = EngineConfig.checkpoint_policy,
-    attention_backend: Annotated[str, typer.Option(help="auto, triton, reference, flashinfer_xqa, flashinfer_tensor_cores, leaky.")] = "auto",
-    guard: Annotated[str, typer.Option(help="Zero released pages: on, off, or auto, which is on where attention does not mask unowned rows.")] = "auto",
+    kv_fill: Annotated[str, typer.Option(help="The pool's bytes at start: zero, nan, random, ...; no answer may depend on it.")] = EngineConfig.kv_fill,
     seed: Annotated[int, typer.Option(help="For requests without a seed of their own.")] = EngineConfig.seed,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    *,
+    flags: EngineFlags,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API has it, until SIGTERM or Ctrl-C."""
-    engine_options = {
-        "kv_format": kv_format,
-        "kv_fill": kv_fill,
-        "page_size": page_size,
-        "num_pages": num_pages,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "prefix_caching": prefix_caching,
-        "state_checkpoint_interval_tokens": state_checkpoint_interval_tokens,
-        "checkpoint_policy": checkpoint_policy,
-        "attention_backend": attention_backend,
-        "guard": guard,
-        "seed": seed,
-        "device": device,
-        "dtype": dtype,
-    }
+    engine_options = flags.options | {"kv_fill": kv_fill, "seed": seed}
     server_options: dict[str, Any] = {
         "host": host,
         "port": port,
