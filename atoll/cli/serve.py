@@ -1,13 +1,19 @@
 """`atoll serve`: the OpenAI-compatible server."""
 
 import logging
-from typing import Annotated, Any
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from atoll.cli.base import stderr_console
 from atoll.cli.flags import EngineFlags, spread
 from atoll.config import EngineConfig, ServerConfig, make_engine_config
+
+if TYPE_CHECKING:
+    from atoll.server.service import Service
 
 
 @spread
@@ -46,18 +52,47 @@ def serve(
     config = make_engine_config(engine_options)
     server_config = ServerConfig(**server_options)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with _ends_by_signal():
+        _serve(model, served_model_name, config, server_config)
+
+
+@contextmanager
+def _ends_by_signal() -> Iterator[None]:
+    """Whoever stops a server that still loads has stopped it in good order, as later: the exit code is 0."""
+    previous = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _stop(*_: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+def _serve(model: str, served_model_name: str | None, config: EngineConfig, server_config: ServerConfig) -> None:
     from atoll import __version__
     from atoll.engine.build import choose_device, choose_dtype, make_engine
     from atoll.models.loader import load_model
+    from atoll.server.serve import open_socket
     from atoll.server.serve import serve as serve_until_signal
     from atoll.server.service import Service
 
+    # A port that is taken is told before the model is loaded.
+    open_socket(server_config).close()
     with stderr_console().status(f"loading {model}"):
         loaded = load_model(model, device=choose_device(config.device), dtype=choose_dtype(config.dtype))
         engine = make_engine(loaded.model, loaded.config, loaded.tokenizer, config)
     service = Service(engine, loaded.tokenizer, served_model_name or model, server_config, __version__)
-    serve_until_signal(service, on_listen=lambda address: _say_ready(address, service.model_name))
+    serve_until_signal(service, on_listen=lambda address: _say_ready(address, service))
 
 
-def _say_ready(address: str, model_name: str) -> None:
-    typer.echo(f"{model_name} is served at {address}/v1, with a page at {address} (Ctrl-C stops)", err=True)
+def _say_ready(address: str, service: "Service") -> None:
+    """Where people look, a request to try, and how to stop."""
+    key = "" if service.config.api_key is None else """ -H "Authorization: Bearer $ATOLL_API_KEY\""""
+    path, body = ("completions", '{"prompt": "Hello"}')
+    if service.tokenizer.chat_template is not None:
+        path, body = ("chat/completions", '{"messages": [{"role": "user", "content": "hello"}]}')
+    typer.echo(f"{service.model_name} is served at {address}/v1, with a page at {address} (Ctrl-C stops)", err=True)
+    typer.echo(f"try: curl {address}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'", err=True)
