@@ -82,14 +82,19 @@ class SchedulerConfig:
     max_model_len: int  # tokens of one sequence, prompt and output; the pool holds at least one such sequence
     max_num_seqs: int = 64  # sequences in one step
     max_num_batched_tokens: int = 2048  # tokens in one step
-    prefill_grid: int = PREFILL_GRID  # tokens; a chunk ends on a multiple of it, unless it ends the sequence or where a checkpoint is wanted
+    prefill_grid: int = PREFILL_GRID  # tokens; a chunk ends on a multiple of it, unless it ends the sequence
     prefix_caching: bool = False
     image_pages: int = 0  # pages of one checkpoint; 0: the model keeps no state, or no checkpoint of it
-    checkpoint_interval: int = -1  # tokens between the ladder's checkpoints, a multiple of page_size; -1: no ladder
+    checkpoint_interval: int = -1  # tokens between the ladder's checkpoints, a multiple of checkpoint_grid; -1: no ladder
     checkpoint_policies: frozenset[str] = frozenset(CHECKPOINT_POLICIES)
 
     def __post_init__(self) -> None:
         _check_step_budget(self.max_num_batched_tokens, self.max_num_seqs, self.prefill_grid)
+
+    @property
+    def checkpoint_grid(self) -> int:
+        """Tokens: a checkpoint stands on whole pages and on the prefill grid."""
+        return math.lcm(self.page_size, self.prefill_grid)
 
 
 @dataclass(frozen=True)

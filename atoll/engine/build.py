@@ -1,6 +1,7 @@
 """Makes an engine of a loaded model and a configuration: settles every "auto", sizes the pool, wires the parts; runs nothing."""
 
 import logging
+import math
 import os
 from dataclasses import replace
 from typing import cast
@@ -112,7 +113,7 @@ def choose_checkpoint_interval(config: EngineConfig, image_pages: int) -> int:
         interval = max(MIN_LADDER_TOKENS, image_pages * config.page_size)
     if interval <= 0:
         return -1
-    unit = max(config.page_size, PREFILL_GRID)
+    unit = math.lcm(config.page_size, PREFILL_GRID)
     return -(-interval // unit) * unit
 
 

@@ -42,10 +42,10 @@ class PrefixReuse:
     running, between a step and its commit as well.
     """
 
-    def __init__(self, cache: PrefixCache, placement: Placement) -> None:
+    def __init__(self, cache: PrefixCache, placement: Placement, page_size: int) -> None:
         self.cache = cache
         self._placement = placement
-        self._page_size = placement.page_size
+        self._page_size = page_size
 
     def look_up(self, request: "Request") -> Match:
         """The longest usable prefix of a waiting request; none where every token of the prompt is to be scored."""

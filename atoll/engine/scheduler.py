@@ -49,7 +49,8 @@ class Scheduler:
         # A prefix of a model with states cannot be used without a checkpoint, so without images nothing is kept.
         enabled = config.prefix_caching and (slots is None or config.image_pages > 0)
         self.cache = PrefixCache(ledger, config.page_size, image_pages=config.image_pages if enabled and slots is not None else 0, enabled=enabled)
-        self._reuse = PrefixReuse(self.cache, Placement(config.page_size, config.checkpoint_interval, config.checkpoint_policies))
+        placement = Placement(config.checkpoint_grid, config.checkpoint_interval, config.checkpoint_policies)
+        self._reuse = PrefixReuse(self.cache, placement, config.page_size)
         self._step: Step | None = None  # scheduled, not committed
         self.waiting: deque[Request] = deque()  # in order of arrival: preemption takes the latest first and puts it in front
         self.running: list[Request] = []  # in order of arrival

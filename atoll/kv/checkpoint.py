@@ -1,4 +1,4 @@
-"""A checkpoint: a state kept at a page boundary as a page image, from the reservation of its pages to its eviction; knows no tensor and no request."""
+"""A checkpoint: a state kept at a boundary as a page image, from the reservation of its pages to its eviction; knows no tensor and no request."""
 
 from dataclasses import dataclass
 

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 # Beyond the deadline, for the last answers to be made, and again for their last bytes to leave.
 CLOSING_S = 5.0
+FORCED_S = 1.0  # the same for a second Ctrl-C
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -63,6 +64,9 @@ class DrainingServer(uvicorn.Server):
         if self.force_exit:
             # Left out by a second Ctrl-C, which is to end requests, not to leave the engine's thread running.
             await self.lifespan.shutdown()
+            if self.server_state.tasks:
+                # They tell their clients.
+                await asyncio.wait(self.server_state.tasks, timeout=FORCED_S)
 
     def _is_drained(self) -> bool:
         return self.force_exit or self._service.loop.num_open == 0 or time.monotonic() > self._drain_end_s

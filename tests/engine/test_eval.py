@@ -59,7 +59,7 @@ def test_a_conversation_goes_through_the_chat_template(tmp_path: Path) -> None:
     assert (header["chat"], header["sampling"]["stop"]) == (True, [])
 
 
-REPLAY = ["eval", "replay", "--limit", "3", "--segment", "2", "--num-fewshot", "0", "--max-tokens", "24", "--device", "cpu", "--option", "max_model_len=256"]
+REPLAY = ["eval", "replay", "--limit", "3", "--segment", "2", "--num-fewshot", "1", "--max-tokens", "24", "--device", "cpu", "--option", "max_model_len=512"]
 
 
 def test_what_comes_back_from_the_prefix_cache_says_the_same() -> None:
@@ -67,7 +67,9 @@ def test_what_comes_back_from_the_prefix_cache_says_the_same() -> None:
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["same"] and 0 < report["cached_tokens"] < report["prompt_tokens"]
-    assert [segment["cached_tokens"][0] for segment in report["segments"]] == [0, 0]
+    # The second segment's first pass finds what all prompts begin with.
+    assert report["segments"][0]["cached_tokens"][0] == 0
+    assert all(segment["cached_tokens"][0] < segment["cached_tokens"][1] for segment in report["segments"])
 
 
 def test_control_states_that_are_not_restored_show_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:

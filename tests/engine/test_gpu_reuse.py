@@ -37,7 +37,7 @@ def make_llm(loaded: LoadedModel, kv_format: str, **options: Any) -> LLM:
 
 def five_shots(loaded: LoadedModel) -> list[list[int]]:
     """Prompts that share five worked problems, and some of them more."""
-    problems = [json.loads(line) for line in PROBLEMS.read_text().splitlines()[:120]]
+    problems = [json.loads(line) for line in PROBLEMS.read_text().splitlines()[:400]]
     shots = "".join(f"Question: {p['question']}\nAnswer: {p['answer']}\n\n" for p in problems[:5])
     return [loaded.tokenizer.encode(f"{shots}Question: {p['question']}\nAnswer:") for p in problems[5:]]
 
@@ -67,7 +67,7 @@ def test_warm_equals_cold(loaded: LoadedModel, cold: tuple[str, list[list[int]],
     first, again = llm.generate(work, GREEDY), llm.generate(work, GREEDY)
     assert tokens(first) == wanted
     assert tokens(again) == wanted
-    assert all(len(output.prompt_token_ids) - output.num_cached_tokens <= 16 for output in again)
+    assert all(len(output.prompt_token_ids) - output.num_cached_tokens <= 64 for output in again)
     check_nothing_is_held(llm)
 
 

@@ -88,8 +88,8 @@ def test_warm_equals_cold(cold: Cold) -> None:
     llm = case.llm(kv_format=kv_format, max_num_seqs=1)
     first, again = (llm.generate(case.work, GREEDY) for _ in range(2))
     assert tokens(first) == wanted == tokens(again)
-    # All but the last page, whatever the length.
-    assert all(len(output.prompt_token_ids) - output.num_cached_tokens <= 16 for output in again)
+    # All but the last chunk of 64, whatever the length.
+    assert all(len(output.prompt_token_ids) - output.num_cached_tokens <= 64 for output in again)
     assert sum(output.num_cached_tokens for output in first) > 100
     check_nothing_is_held(llm)
 

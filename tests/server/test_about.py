@@ -60,14 +60,14 @@ def test_metrics_count_what_happened() -> None:
         for kind, wanted in names.items():
             found = {name.removesuffix("_total") for name in re.findall(rf"^# TYPE atoll:(\S+) {kind}$", text, re.MULTILINE)}
             assert wanted <= found
-        prompt = list(range(40, 80))
+        prompt = list(range(40, 140))
         for _ in range(2):
             server.complete(prompt, n=2, max_tokens=5, ignore_eos=True)
         label = '{model_name="demo"}'
-        assert metric(server, f"prompt_tokens_total{label}") == 4 * 40
+        assert metric(server, f"prompt_tokens_total{label}") == 4 * 100
         assert metric(server, f"generation_tokens_total{label}") == 4 * 5
         assert metric(server, 'request_success_total{finished_reason="length",model_name="demo"}') == 4
-        assert metric(server, f"prefix_cache_queries_total{label}") == 4 * 40
+        assert metric(server, f"prefix_cache_queries_total{label}") == 4 * 100
         assert metric(server, f"prefix_cache_hits_total{label}") == server.engine.prefix_stats.num_hits > 0
         assert metric(server, f"engine_steps_total{label}") == server.engine.num_steps
         for name, count in (("time_to_first_token", 4), ("inter_token_latency", 4 * 4), ("e2e_request_latency", 4), ("request_queue_time", 4)):

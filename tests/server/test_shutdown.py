@@ -30,6 +30,7 @@ def server_process(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]
         try:
             line = process.stderr.readline()
             assert "is served at http://127.0.0.1:" in line, line + process.stderr.read()
+            assert process.stderr.readline().startswith("try: curl http://127.0.0.1:")
             yield process, line.split("served at ")[1].split("/v1")[0]
         finally:
             process.kill()
