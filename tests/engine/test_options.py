@@ -8,7 +8,7 @@ import torch
 from atoll import ConfigError, RequestError, SamplingParams
 from atoll.config import CHECKPOINT_POLICIES, DTYPES, KV_FILLS, KV_FORMAT_OPTIONS, MAX_PAGE_SIZE, EngineConfig, checkpoint_policies, make_engine_config
 from atoll.engine import build
-from atoll.engine.build import CPU_POOL_BYTES, choose_checkpoint_interval, choose_device, choose_dtype, choose_max_model_len, choose_num_pages
+from atoll.engine.build import CPU_POOL_BYTES, choose_checkpoint_interval, choose_device, choose_dtype, choose_max_model_len, choose_num_pages, choose_sizes
 from atoll.errors import BackendError
 from atoll.kv import FILLS, PageLayout, SlotLayout
 from atoll.ops.attention import spec
@@ -150,6 +150,16 @@ def test_the_pool_has_room_for_two_checkpoints_of_each_sequence() -> None:
     slots = SlotLayout(3, DeltaSpec(2, 4, 16, 16))
     assert slots.slot_bytes == 14_592 and LAYOUT.page_bytes == 4096, "an image is 4 pages"
     assert choose_num_pages(EngineConfig(max_num_seqs=4), LAYOUT, 2048, CPU, slots) == 1 + 4 * (2048 // 16 + 8)
+
+
+@pytest.mark.parametrize(("max_position", "max_model_len", "least"), [(2048, None, 9), (40, None, 8), (2048, 40, 8), (2048, 2000, 130)])
+def test_the_least_pool_that_reuses_prefixes_is_told(max_position: int, max_model_len: int | None, least: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Images of 4 pages."""
+    config = EngineConfig(max_model_len=max_model_len)
+    assert choose_sizes(config, max_position, least, 4).image_pages == 4 and not caplog.messages
+    assert choose_sizes(config, max_position, least - 1, 4).image_pages == 0
+    [message] = caplog.messages
+    assert f"give num_pages {least} or more (one is never allocated), or lower max_model_len" in message
 
 
 @pytest.mark.parametrize(
