@@ -11,6 +11,7 @@ import typer
 from atoll.cli.base import stderr_console
 from atoll.cli.flags import EngineFlags, spread
 from atoll.config import EngineConfig, ServerConfig, make_engine_config
+from atoll.errors import ConfigError
 
 if TYPE_CHECKING:
     from atoll.server.service import Service
@@ -30,6 +31,9 @@ def serve(
     max_body_bytes: Annotated[int, typer.Option(help="Bytes of a request, at most.")] = ServerConfig.max_body_bytes,
     shutdown_s: Annotated[float, typer.Option(help="Seconds that running requests have to finish after SIGTERM.")] = ServerConfig.shutdown_s,
     num_text_threads: Annotated[int, typer.Option(help="Threads that tokenize.")] = ServerConfig.num_text_threads,
+    tool_call_parser: Annotated[
+        str, typer.Option(help="How the model spells calls of functions: qwen_json, qwen_xml, or auto, as its chat template does.")
+    ] = ServerConfig.tool_call_parser,
     log_level: Annotated[str, typer.Option(help="debug, info (with a line per request), warning, error.")] = "warning",
     kv_fill: Annotated[str, typer.Option(help="The pool's bytes at start: zero, nan, random, ...; no answer may depend on it.")] = EngineConfig.kv_fill,
     seed: Annotated[int, typer.Option(help="For requests without a seed of their own.")] = EngineConfig.seed,
@@ -46,9 +50,12 @@ def serve(
         "max_body_bytes": max_body_bytes,
         "shutdown_s": shutdown_s,
         "num_text_threads": num_text_threads,
+        "tool_call_parser": tool_call_parser,
         "log_level": log_level,
     } | ({} if api_key is None else {"api_key": api_key})
     # A bad option is told before the slow imports.
+    if served_model_name is not None and not served_model_name.strip():
+        raise ConfigError(f"served_model_name {served_model_name!r} is empty; give the name that clients use, or leave it out for that of --model")
     config = make_engine_config(engine_options)
     server_config = ServerConfig(**server_options)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -85,7 +92,7 @@ def _serve(model: str, served_model_name: str | None, config: EngineConfig, serv
         loaded = load_model(model, device=choose_device(config.device), dtype=choose_dtype(config.dtype))
         engine = make_engine(loaded.model, loaded.config, loaded.tokenizer, config)
     service = Service(engine, loaded.tokenizer, served_model_name or model, server_config, __version__)
-    serve_until_signal(service, on_listen=lambda address: _say_ready(address, service))
+    serve_until_signal(service, on_listen=lambda address: _say_ready(address, service), on_interrupt=lambda: _say_stopping(server_config.shutdown_s))
 
 
 def _say_ready(address: str, service: "Service") -> None:
@@ -96,3 +103,8 @@ def _say_ready(address: str, service: "Service") -> None:
         path, body = ("chat/completions", '{"messages": [{"role": "user", "content": "hello"}]}')
     typer.echo(f"{service.model_name} is served at {address}/v1, with a page at {address} (Ctrl-C stops)", err=True)
     typer.echo(f"try: curl {address}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'", err=True)
+
+
+def _say_stopping(shutdown_s: float) -> None:
+    # The terminal has written ^C, and no end of line.
+    typer.echo(f"\nstopping: what runs has {shutdown_s:g} s to finish (Ctrl-C ends it now)", err=True)

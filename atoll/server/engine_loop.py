@@ -66,6 +66,11 @@ class EngineLoop:
         return self._fault
 
     @property
+    def num_open(self) -> int:
+        """Sequences that are ticketed and not closed."""
+        return self._num_open
+
+    @property
     def is_dead(self) -> bool:
         return self._dead
 
@@ -78,10 +83,12 @@ class EngineLoop:
         """A place for so many sequences; close the ticket, whatever happens. Raises RequestError, OverloadedError or UnavailableError."""
         self._check_fault()
         if num_sequences > self.max_open:
-            raise RequestError(f"{num_sequences} sequences are asked for at once, {self.max_open} is the limit; send fewer prompts, or a smaller n")
+            raise RequestError(f"sequences asked for at once: {num_sequences}, {self.max_open} is the limit; send fewer prompts, or a smaller n")
         if self._num_open + num_sequences > self.max_open:
             wait_s = min(MAX_RETRY_AFTER_S, max(1, math.ceil(self._last_queue_s)))
-            raise OverloadedError(f"{self._num_open} sequences are open, {self.max_open} is the limit; try again in {wait_s} s", wait_s)
+            raise OverloadedError(
+                f"open sequences: {self._num_open}, and {num_sequences} more would pass {self.max_open}, the limit; try again in {wait_s} s", wait_s
+            )
         ticket = Ticket(self, num_sequences)
         self._tickets.add(ticket)
         self._num_open += num_sequences

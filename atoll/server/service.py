@@ -14,6 +14,7 @@ from atoll.models.tokenizer import Tokenizer
 from atoll.server.engine_loop import EngineLoop
 from atoll.server.grammars import Grammars
 from atoll.server.metrics import ServerMetrics
+from atoll.server.tool_formats import choose_tool_format
 
 T = TypeVar("T")
 
@@ -28,6 +29,7 @@ class Service:
         self.tokenizer = tokenizer
         self.created_s = int(time.time())
         self.max_model_len = engine.scheduler.config.max_model_len
+        self.tool_format = choose_tool_format(config.tool_call_parser, tokenizer.chat_template)
         self.grammars = Grammars(tokenizer, engine.vocab_size)
         self.vocab_size = engine.vocab_size
         self.check_request = engine.check_request  # reads only what never changes, so any thread may call it

@@ -87,7 +87,7 @@ def test_it_says_where_to_look_and_ends_well(tree: Path) -> None:
         # Ctrl-C reaches every process in front of the terminal.
         os.killpg(first.pid, signal.SIGINT)
         out, error = first.communicate(timeout=WAIT_S)
-        assert (first.returncode, out, error) == (0, "", "")
+        assert (first.returncode, out, error) == (0, "", "\nstopping: what runs has 30 s to finish (Ctrl-C ends it now)\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
