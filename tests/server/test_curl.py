@@ -1,30 +1,19 @@
-"""`curl` against the server: the documentation's commands as they stand, a stream as it comes, and what is refused."""
+"""`curl` against the server: an answer, a stream as it comes, and what is refused; the documentation's own commands are run with its pages."""
 
 import json
-import re
-import shlex
 import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.server.programs import CURL, ROOT, needs_curl
+from tests.server.programs import CURL, needs_curl
 from tests.server.running import Running, running_server
 
 pytestmark = needs_curl
 
-DOCUMENTED_URL = "http://127.0.0.1:8000"
 JSON = ("-H", "Content-Type: application/json")
 KEY = ("-H", "Authorization: Bearer sesame")
-
-
-def documented_commands() -> list[str]:
-    """Every curl command of a shell block in the README and in docs/, a continued line as one."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    blocks = [block for page in pages for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)]
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [line for line in lines if line.startswith("curl ") and DOCUMENTED_URL in line]
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +30,6 @@ def curl(server: Running, path: str, *arguments: str, body: Any = None) -> tuple
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
     text, _, status = done.stdout.rpartition("\n")
     return int(status), text
-
-
-def test_there_are_commands_in_the_documentation() -> None:
-    assert any("/v1/chat/completions" in command for command in documented_commands())
-
-
-@pytest.mark.parametrize("command", documented_commands())
-def test_a_command_of_the_documentation(server: Running, command: str) -> None:
-    words = [word.replace(DOCUMENTED_URL, server.url) for word in shlex.split(command)]
-    done = subprocess.run([*words, "--silent", "--show-error"], capture_output=True, text=True, timeout=90, check=False)
-    assert done.returncode == 0 and done.stdout, done.stderr
 
 
 def test_completions(keyed: Running) -> None:
