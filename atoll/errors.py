@@ -21,6 +21,11 @@ Every message names the value, the limit and the remedy, in that order.
 """
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 question`, `2 questions`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 class AtollError(Exception):
     """Base of every error that Atoll raises on purpose."""
 

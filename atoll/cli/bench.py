@@ -34,7 +34,7 @@ def bench_decode(
     tune: Annotated[bool, typer.Option("--tune", help="Sweep the kernel's tuning instead.")] = False,
     seed: Annotated[int, typer.Option(help="Of lengths, pages and values.", min=0, max=MAX_SEED)] = 0,
     device: Annotated[str, typer.Option(help="auto, cuda, cuda:1; cpu only tries the command out.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Append rows to this JSONL file.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Append rows to this JSONL file; makes its folder.", show_default=False)] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to note in rows.", show_default="the checkout's")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON lines on stdout instead of a table.")] = False,
 ) -> None:
@@ -128,7 +128,7 @@ def bench_engine(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16; the same on both sides.")] = "auto",
     kv_format: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Append rows to this JSONL file.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Append rows to this JSONL file; makes its folder.", show_default=False)] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to note in rows.", show_default="the checkout's")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON lines on stdout.")] = False,
 ) -> None:
@@ -171,7 +171,7 @@ def bench_model(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of weights, tokens, keys, values and states.", min=0, max=MAX_SEED)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Append rows to this JSONL file.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Append rows to this JSONL file; makes its folder.", show_default=False)] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to note in rows.", show_default="the checkout's")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON lines on stdout instead of a table.")] = False,
 ) -> None:
@@ -219,7 +219,7 @@ def bench_checkpoint(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of states and pages.", min=0, max=MAX_SEED - 1)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Append rows to this JSONL file.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Append rows to this JSONL file; makes its folder.", show_default=False)] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to note in rows.", show_default="the checkout's")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON lines on stdout instead of a table.")] = False,
 ) -> None:
@@ -267,7 +267,7 @@ def bench_reuse(
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the timed prompt, at most.", min=2)] = 2000,
     rounds: Annotated[int, typer.Option(help="Timed rounds; the median counts.", min=1)] = 5,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Append rows to this JSONL file.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Append rows to this JSONL file; makes its folder.", show_default=False)] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to note in rows.", show_default="the checkout's")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON lines on stdout.")] = False,
 ) -> None:

@@ -17,7 +17,7 @@ from atoll.engine.sampling import MAX_SEED, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from atoll.eval.gsm8k import Gsm8kOptions
+    from atoll.eval.gsm8k import Gsm8kOptions, Gsm8kReport
     from atoll.eval.rows import Row
     from atoll.eval.target import Target
 
@@ -63,7 +63,7 @@ class AskFlags:
     top_p: Annotated[float, typer.Option(help="Probability kept, from the most likely token down.")] = 1.0
     seed: Annotated[int, typer.Option(help="Of the first question; each next one, and each next pass, takes the next.", min=0, max=MAX_SEED // 2)] = 0
     option: Annotated[list[str] | None, typer.Option(help="Another engine option, as name=value; may be given again.", show_default=False)] = None
-    out: Annotated[Path | None, typer.Option(help="Write the run to this JSONL file, a row per question.", show_default=False)] = None
+    out: Annotated[Path | None, typer.Option(help="Write the run to this new JSONL file, a row per question; makes its folder.", show_default=False)] = None
     commit: Annotated[str | None, typer.Option(help="Commit to note in the run.", show_default="the checkout's")] = None
 
 
@@ -87,7 +87,7 @@ def eval_gsm8k(
         write_json(asdict(report))
     else:
         typer.echo("\n".join(report_lines(report)))
-    _end(report.errors)
+    _end(report)
 
 
 @eval_app.command("replay")
@@ -110,18 +110,16 @@ def eval_replay(
     target = _target(asked, numbers)
     with _writing(asked, header | {"segment": segment}, target, "replay", 2 * len(options.questions)) as on_row:
         report = run_replay(target, options, segment, on_row, lambda found: None if as_json else typer.echo(segment_line(found)))
-    differing = report.divergences
+    differing, scores = report.divergences, sum_up(report.rows)
     if as_json:
         summary = {"questions": len(options.questions), "prompt_tokens": report.prompt_tokens, "cached_tokens": report.cached_tokens}
-        write_json(summary | {"same": not differing, "segments": [asdict(one) for one in report.segments], "scores": asdict(sum_up(report.rows))})
+        write_json(summary | {"same": not differing, "segments": [asdict(one) for one in report.segments], "scores": asdict(scores)})
     else:
-        typer.echo("\n".join(report_lines(sum_up(report.rows))))
+        typer.echo("\n".join(report_lines(scores)))
         for one in differing:
             typer.echo(f"question {one.index}: from {f'token {one.token}' if one.token is not None else f'character {one.character}'} on")
         typer.echo("the same tokens" if not differing else f"{len(differing)} of {len(options.questions)} answers differ")
-    if differing:
-        raise typer.Exit(EXIT_FOUND)
-    _end(sum(row.failed for row in report.rows))
+    _end(scores, found=bool(differing))
 
 
 @eval_app.command("compare")
@@ -236,7 +234,11 @@ def _writing(asked: AskFlags, header: dict[str, Any], target: "Target", command:
                 file.close()
 
 
-def _end(errors: int) -> None:
-    if errors:
-        typer.echo(f"error: {errors} answers ended in an error; --out keeps what each said", err=True)
+def _end(report: "Gsm8kReport", *, found: bool = False) -> None:
+    """Exits with 1 where answers ended in an error, after saying which, or where something was found."""
+    from atoll.eval.gsm8k import error_lines
+
+    if lines := error_lines(report):
+        typer.echo("error: " + "\n".join(lines), err=True)
+    if lines or found:
         raise typer.Exit(EXIT_FOUND)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, counted
 from atoll.eval.figures import PairedDifference, paired_difference
 from atoll.eval.rows import Row, Run, question_means
 
@@ -54,7 +54,7 @@ def compare_runs(a: Run, b: Run, by: By = "auto") -> Comparison:
     pairs = [(a.rows[key], b.rows[key]) for key in common]
     other = [x.index for x, y in pairs if x.question != y.question]
     if other:
-        raise ConfigError(f"{a.path} and {b.path} differ in {len(other)} questions, the first is {other[0]}; compare runs over the same data")
+        raise ConfigError(f"{a.path} and {b.path} differ in {counted(len(other), 'question')}, the first is {other[0]}; compare runs over the same data")
     chosen: Literal["output", "score"] = ("output" if a.greedy and b.greedy else "score") if by == "auto" else by
     return Comparison(
         questions=len({x.index for x, _ in pairs}),
@@ -89,7 +89,8 @@ def _scores(pairs: list[tuple[Row, Row]], score: str) -> PairedDifference:
 
 
 def comparison_lines(found: Comparison, names: tuple[str, str], shown: int = 10) -> list[str]:
-    lines = [f"A {names[0]}", f"B {names[1]}", f"{found.questions} questions, {found.answers} answers in common, {found.missing} in one run only"]
+    common = f"{counted(found.questions, 'question')}, {counted(found.answers, 'answer')} in common, {found.missing} in one run only"
+    lines = [f"A {names[0]}", f"B {names[1]}", common]
     for name, scores in (("strict-match", found.strict), ("flexible-extract", found.flexible)):
         lines.append(
             f"{name:<17} only in A {scores.only_a}, only in B {scores.only_b}, McNemar's exact p {scores.p:.3g}; "
@@ -103,5 +104,5 @@ def comparison_lines(found: Comparison, names: tuple[str, str], shown: int = 10)
     if len(found.divergences) > shown:
         lines.append(f"  ... and {len(found.divergences) - shown} more; --json shows all")
     if found.missing and found.by == "output":
-        return [*lines, f"different: {found.missing} answers are in one run only; run both with the same --limit, --passes and data"]
+        return [*lines, f"different: {counted(found.missing, 'answer')} in one run only; run both with the same --limit, --passes and data"]
     return [*lines, f"{'the same' if found.same else 'different'}, by {found.by}"]

@@ -1,14 +1,19 @@
 """`eval gsm8k`: word problems asked of an engine or a server, each answer graded as it comes, and what they sum up to."""
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from atoll.engine.sampling import SamplingParams
+from atoll.errors import counted
 from atoll.eval.figures import Mean, mean_of
 from atoll.eval.prompts import PromptForm
 from atoll.eval.questions import Question
 from atoll.eval.rows import Row, make_row, question_means
 from atoll.eval.target import Target
+
+MAX_REASONS = 3  # shown, of errors
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Gsm8kReport:
     truncated: int  # cut at max_tokens, or at what the model can hold
     garbled: int  # with characters that are garbage after their prompt
     errors: int
+    reasons: dict[str, int]  # of these errors, the most frequent first; reasons that differ in numbers alone count as one, said as it first came
     output_tokens: int | None  # None: the server did not tell
     cached_tokens: int | None
 
@@ -77,6 +83,7 @@ def sum_up(rows: Sequence[Row]) -> Gsm8kReport:
         truncated=sum(row.truncated for row in rows),
         garbled=sum(row.garbled for row in rows),
         errors=sum(row.failed for row in rows),
+        reasons=_reasons([row.error or row.finish_reason for row in sorted(rows, key=lambda row: row.key) if row.failed]),
         output_tokens=None if None in output else sum(output),
         cached_tokens=None if None in cached else sum(cached),
     )
@@ -86,8 +93,23 @@ def _of(rows: Sequence[Row], split: str) -> list[Row]:
     return [row for row in rows if row.split == split]
 
 
+def _reasons(errors: Sequence[str]) -> dict[str, int]:
+    kinds = [re.sub(r"\d+", "0", error) for error in errors]
+    said = dict(reversed([*zip(kinds, errors, strict=True)]))
+    return {said[kind]: count for kind, count in Counter(kinds).most_common()}
+
+
+def error_lines(report: Gsm8kReport) -> list[str]:
+    """Empty where nothing failed."""
+    if not report.errors:
+        return []
+    reasons = [*report.reasons.items()]
+    lines = [f"{counted(report.errors, 'answer')} ended in an error:", *(f"  {count} x {reason}" for reason, count in reasons[:MAX_REASONS])]
+    return [*lines, f"  and {counted(len(reasons) - MAX_REASONS, 'other reason')}"] if len(reasons) > MAX_REASONS else lines
+
+
 def report_lines(report: Gsm8kReport) -> list[str]:
-    asked = f"{report.questions} questions" + (f", {report.passes} passes" if report.passes > 1 else "")
+    asked = counted(report.questions, "question") + (f", {report.passes} passes" if report.passes > 1 else "")
     lines = [f"{name:<17} {_mean(mean)}   ({asked})" for name, mean in (("strict-match", report.strict), ("flexible-extract", report.flexible))]
     if report.passes > 1:
         lines.append("flexible by pass  " + " ".join(f"{value:.4f}" for value in report.flexible_by_pass))

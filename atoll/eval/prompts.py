@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, counted
 from atoll.eval.questions import Question
 
 Message = dict[str, str]
@@ -33,7 +33,8 @@ class PromptForm:
 def make_form(shots: Sequence[Question], num_fewshot: int, *, chat: bool) -> PromptForm:
     """Raises ConfigError where `shots` may leave too few when a question is left out of them."""
     if num_fewshot and len(shots) <= num_fewshot:
-        raise ConfigError(f"{num_fewshot} worked questions are asked for out of {len(shots)}, of which one may be asked; ask for {len(shots) - 1} at most")
+        asked = counted(num_fewshot, "worked question")
+        raise ConfigError(f"{asked} asked for out of {len(shots)}, of which one may be asked; ask for {len(shots) - 1} at most")
     return PromptForm(tuple(shots[: num_fewshot + 1]) if num_fewshot else (), num_fewshot, chat)
 
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, counted
 from atoll.eval.numbers import normal_form, strict_number
 
 DEMO_PROBLEMS = Path(__file__).parents[1] / "models" / "demo" / "problems.jsonl"
@@ -48,5 +48,5 @@ def read_questions(path: Path, count: int | None = None) -> list[Question]:
             raise ConfigError(f"{path}:{number} has an answer without a number; end it with a line like '#### 24'")
         found.append(question)
     if not found or (count is not None and len(found) < count):
-        raise ConfigError(f"{path} holds {len(found)} questions, {count or 1} were asked for; ask for fewer, or give another file")
+        raise ConfigError(f"{path} holds {counted(len(found), 'question')}, {count or 1} asked for; ask for fewer, or give another file")
     return found

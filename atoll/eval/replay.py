@@ -98,8 +98,6 @@ def _sum(counts: list[int | None]) -> int | None:
 
 def segment_line(segment: Segment) -> str:
     last = segment.first + segment.questions - 1
+    named = f"questions {segment.first} to {last}" if segment.questions > 1 else f"question {last}"
     told = ["not told" if count is None else str(count) for count in (*segment.cached_tokens, segment.prompt_tokens)]
-    return (
-        f"questions {segment.first} to {last}: {len(segment.divergences)} differ; "
-        f"prompt tokens from the cache: filling {told[0]}, reading back {told[1]}, of {told[2]}"
-    )
+    return f"{named}: {len(segment.divergences)} differ; prompt tokens from the cache: filling {told[0]}, reading back {told[1]}, of {told[2]}"

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, counted
 from atoll.eval.numbers import flexible_number, is_number, strict_number
 from atoll.eval.prompts import Prompt, prompt_text
 from atoll.eval.questions import Question
@@ -139,7 +139,7 @@ def read_run(path: Path) -> Run:
             raise ConfigError(f"{path}:{number} is question {row.index} of pass {row.pass_index} a second time; {remedy}, one run to a file")
         rows[row.key] = row
     if header is None or not rows:
-        raise ConfigError(f"{path} holds {len(rows)} rows, 1 is the least; {remedy}")
+        raise ConfigError(f"{path} holds {counted(len(rows), 'row')}, 1 is the least; {remedy}")
     return Run(path, header, rows)
 
 

@@ -73,7 +73,7 @@ class ServerTarget:
         try:
             response = self._post(client, self._endpoint.url(path), body)
         except http.HTTPError as error:
-            return Answer(index, "", "error", error=f"{type(error).__name__}: {error}")
+            return Answer(index, "", "error", error=f"no answer: {type(error).__name__}" + (f": {error}" if str(error) else ""))
         if response.status_code != 200:
             return Answer(index, "", "error", error=error_text(response.status_code, response.content))
         try:
@@ -104,10 +104,12 @@ def read_answer(index: int, response: Mapping[str, Any]) -> Answer:
     choice = response["choices"][0]
     text = choice["text"] if "text" in choice else choice["message"]["content"]
     usage = response.get("usage") or {}
+    finish_reason = str(choice.get("finish_reason"))
     return Answer(
         index=index,
         text=text or "",
-        finish_reason=str(choice.get("finish_reason")),
+        finish_reason=finish_reason,
+        error="the server broke it off and gave no reason" if finish_reason == "error" else None,
         token_ids=choice.get("token_ids"),
         num_prompt_tokens=usage.get("prompt_tokens"),
         num_output_tokens=usage.get("completion_tokens"),

@@ -1,5 +1,6 @@
 """Makes the web application of a service: endpoints, guards, and every error in OpenAI's JSON; opens no port."""
 
+import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,6 +11,7 @@ from starlette.requests import ClientDisconnect
 
 from atoll.errors import AtollError
 from atoll.server import about, chat, completions, page
+from atoll.server.description import describe
 from atoll.server.guards import BodyLimit, KeyCheck
 from atoll.server.replies import atoll_error_reply, body_error_reply, client_gone_reply, http_error_reply, unexpected_error_reply
 from atoll.server.service import Service
@@ -31,6 +33,7 @@ def make_app(service: Service) -> FastAPI:
     # The usual pages of documentation load scripts from elsewhere; the description itself is at /openapi.json.
     app = FastAPI(title="Atoll", version=service.version, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
+    app.openapi = functools.cache(lambda: describe(app, service, OPEN_PATHS))  # type: ignore[method-assign]
     for router in (about.router, completions.router, chat.router, page.router):
         app.include_router(router)
     app.add_exception_handler(AtollError, atoll_error_reply)

@@ -25,7 +25,8 @@ StopText = Annotated[StrictStr, Field(max_length=MAX_STOP_CHARS)]
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    # Strict: true is not 1, and "5" not 5.
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class StreamOptions(Body):

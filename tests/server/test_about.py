@@ -76,6 +76,16 @@ def test_metrics_count_what_happened() -> None:
 
 
 def test_the_api_describes_itself(server: Running) -> None:
-    paths = set(server.http.get("/openapi.json").json()["paths"])
-    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/version", "/metrics", "/tokenize", "/detokenize", "/tokenizer_info"} <= paths
+    described = server.http.get("/openapi.json").json()
+    paths = described["paths"]
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/version", "/metrics", "/tokenize", "/detokenize", "/tokenizer_info"} <= set(
+        paths
+    )
     assert "/reset_prefix_cache" in paths
+    assert set(paths["/v1/completions"]["post"]["responses"]) == {"200", "400", "404", "413", "429", "500", "503"}
+    assert not [path for path, found in paths.items() for operation in found.values() if "422" in operation["responses"]]
+    fields = described["components"]["schemas"]["CompletionBody"]["properties"]
+    assert fields["model"]["enum"] == ["demo", None] and fields["stop_token_ids"]["anyOf"][0]["items"]["maximum"] == 1535
+    for name, path in (("CompletionBody", "/v1/completions"), ("ChatBody", "/v1/chat/completions")):
+        [example] = described["components"]["schemas"][name]["examples"]
+        assert server.post(path, **example).status_code == 200

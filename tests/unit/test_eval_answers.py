@@ -84,8 +84,8 @@ def test_the_shipped_questions_are_all_of_them() -> None:
         (["nonsense"], None, r"q.jsonl:1 is not a JSON object"),
         (["[]"], None, r"q.jsonl:1 is not a JSON object"),
         (['{"question": "a", "answer": "7"}'], None, r"q.jsonl:1 has an answer without a number"),
-        (['{"question": "a", "answer": "#### 1"}'], 3, r"q.jsonl holds 1 questions, 3 were asked for"),
-        ([""], None, r"q.jsonl holds 0 questions, 1 were asked for"),
+        (['{"question": "a", "answer": "#### 1"}'], 3, r"q.jsonl holds 1 question, 3 asked for"),
+        ([""], None, r"q.jsonl holds 0 questions, 1 asked for"),
     ],
 )
 def test_a_file_of_another_form_is_refused(tmp_path: Path, lines: list[str], count: int | None, message: str) -> None:
@@ -120,7 +120,7 @@ def test_a_conversation_has_a_turn_for_each_shot() -> None:
 
 
 def test_more_shots_than_there_are_questions_are_refused() -> None:
-    with pytest.raises(ConfigError, match="4 worked questions are asked for out of 4, of which one may be asked; ask for 3 at most"):
+    with pytest.raises(ConfigError, match="4 worked questions asked for out of 4, of which one may be asked; ask for 3 at most"):
         make_form(QUESTIONS, 4, chat=False)
 
 

@@ -15,7 +15,7 @@ from atoll.engine.sampling import SamplingParams
 from atoll.errors import ConfigError
 from atoll.eval.compare import compare_runs, comparison_lines, first_difference
 from atoll.eval.figures import mcnemar_p, mean_of, paired_difference
-from atoll.eval.gsm8k import Gsm8kOptions, report_lines, run_gsm8k, sum_up
+from atoll.eval.gsm8k import Gsm8kOptions, error_lines, report_lines, run_gsm8k, sum_up
 from atoll.eval.prompts import Prompt, make_form
 from atoll.eval.questions import Question
 from atoll.eval.replay import run_replay, segment_line
@@ -113,6 +113,19 @@ def test_passes_take_new_seeds_and_count_once_for_each_question() -> None:
     assert report.flexible_by_pass == [1.0, 0.95]
     text = "\n".join(report_lines(report))
     assert "strict-match      0.9750 ± 0.0250   (20 questions, 2 passes)" in text and "truncated 1" in text
+
+
+def test_reasons_of_errors_are_told_by_kind() -> None:
+    target = Parrot()
+    for index in range(6):
+        target.spoilt[0, index] = {"finish_reason": "error", "error": f"500: NaN after {7 - index} tokens"}
+    for index, reason in ((6, "429: full"), (7, "429: full"), (8, "no answer: ReadTimeout"), (9, "400: too long"), (10, "the model left")):
+        target.spoilt[0, index] = {"finish_reason": "error", "error": reason}
+    report = sum_up(run_gsm8k(target, options()))
+    assert report.errors == 11 and sum(report.reasons.values()) == 11
+    told = ["11 answers ended in an error:", "  6 x 500: NaN after 7 tokens", "  2 x 429: full", "  1 x no answer: ReadTimeout", "  and 2 other reasons"]
+    assert error_lines(report) == told
+    assert error_lines(sum_up(run_gsm8k(Parrot(), options()))) == []
 
 
 def test_each_split_has_its_score() -> None:

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from atoll.cli import app
 from atoll.engine.sampling import SamplingParams
 from atoll.errors import ConfigError
-from atoll.eval.endpoint import Endpoint, error_text, find_endpoint
+from atoll.eval.endpoint import Endpoint, error_text, find_endpoint, http
 from atoll.eval.prompts import Prompt
-from atoll.eval.server_target import MAX_TRIES, ServerTarget, sampling_body
+from atoll.eval.server_target import MAX_TRIES, ServerTarget, read_answer, sampling_body
 from tests.kit.fake_server import FakeServer, fake_server
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, seed=3, stop=("Question:",))
@@ -72,6 +72,19 @@ def test_a_response_of_another_form_is_told_in_the_answer(monkeypatch: pytest.Mo
         monkeypatch.setattr("tests.kit.fake_server._Handler._whole", lambda self, body: self._send(200, {"choices": []}))
         [answer] = ask(server, ["a"])
     assert answer.finish_reason == "error" and answer.error.startswith("the response is not as in OpenAI's API: IndexError")
+
+
+def test_what_breaks_on_the_way_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(*_: Any, **__: Any) -> None:
+        raise http.ReadTimeout("")
+
+    with fake_server() as server:
+        target = ServerTarget(find_endpoint(server.url))
+        monkeypatch.setattr(http.Client, "post", time_out)
+        [answer] = target.ask(["a"], [GREEDY])
+    assert (answer.finish_reason, answer.error) == ("error", "no answer: ReadTimeout")
+    broken = read_answer(0, {"choices": [{"text": "so", "finish_reason": "error"}]})
+    assert (broken.text, broken.error) == ("so", "the server broke it off and gave no reason")
 
 
 def test_an_address_without_a_server_is_refused() -> None:
@@ -150,7 +163,7 @@ def test_the_command_replays_over_http(tmp_path: Path) -> None:
 def test_answers_that_failed_end_the_command_with_1(tmp_path: Path) -> None:
     with fake_server(say=answer_right, refusals=[400]) as server:
         result = CliRunner().invoke(app, ["eval", "gsm8k", "--base-url", server.url, "--data", str(data_file(tmp_path)), "--num-fewshot", "0"])
-    assert result.exit_code == 1 and "1 answers ended in an error" in result.stderr and "errors 1" in result.stdout
+    assert result.exit_code == 1 and result.stderr == "error: 1 answer ended in an error:\n  1 x 400: not now\n" and "errors 1" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -160,7 +173,7 @@ def test_answers_that_failed_end_the_command_with_1(tmp_path: Path) -> None:
         (("--api-key", "x"), "--extra-body and --api-key are for a server"),
         (("--base-url", "http://127.0.0.1:1"), "does not answer"),
         (("--option", "colour=red"), "option 'colour' is unknown"),
-        (("--num-fewshot", "1319"), "1319 worked questions are asked for out of 1319"),
+        (("--num-fewshot", "1319"), "1319 worked questions asked for out of 1319"),
         (("--data", "none.jsonl"), "'none.jsonl' cannot be read"),
         (("--temperature", "-1"), "temperature -1"),
     ],
