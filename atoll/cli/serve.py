@@ -73,17 +73,18 @@ def serve(
     config = make_engine_config(engine_options)
     server_config = ServerConfig(**server_options)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    from atoll import __version__
-    from atoll.engine.build import choose_device, choose_dtype, make_engine
-    from atoll.models.loader import load_model
-    from atoll.server.serve import serve as serve_until_signal
-    from atoll.server.service import Service
+    from atoll.server.engine_process import EngineProcess
 
-    with stderr_console().status(f"loading {model}"):
-        loaded = load_model(model, device=choose_device(config.device), dtype=choose_dtype(config.dtype))
-        engine = make_engine(loaded.model, loaded.config, loaded.tokenizer, config)
-    service = Service(engine, loaded.tokenizer, served_model_name or model, server_config, __version__)
-    serve_until_signal(service, on_listen=lambda address: _say_ready(address, service.model_name))
+    with EngineProcess(model, config, log_level=log_level) as engine:
+        # While that loads the model.
+        from atoll import __version__
+        from atoll.server.serve import serve as serve_until_signal
+        from atoll.server.service import Service
+
+        with stderr_console().status(f"loading {model}"):
+            engine.wait_until_ready()
+        service = Service(engine, served_model_name or model, server_config, __version__)
+        serve_until_signal(service, on_listen=lambda address: _say_ready(address, service.model_name))
 
 
 def _say_ready(address: str, model_name: str) -> None:

@@ -14,10 +14,10 @@ from atoll.engine.constraint import Constraint
 from atoll.engine.output import RequestOutput, StreamPiece
 from atoll.engine.sampling import SamplingParams
 from atoll.errors import AtollError
+from atoll.server.messages import SequenceTask
 from atoll.server.protocol import GenerationBody, SchemaFormat, TextFormat
 from atoll.server.replies import DONE, EventStream, error_body, event, status_of, while_connected
 from atoll.server.service import Service
-from atoll.server.ticket import SequenceTask
 from atoll.server.usage import UsageCount
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)

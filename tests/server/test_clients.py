@@ -10,6 +10,7 @@ import httpx2
 import openai
 import pytest
 
+from atoll.server.messages import Abort, Command
 from tests.server.running import Running, running_server
 
 NUM_CLIENTS = 200
@@ -47,7 +48,7 @@ async def read_stream(http: httpx2.AsyncClient, seed: int, leave_after: int | No
 def wait_until_idle(server: Running, wait_s: float = 30.0) -> None:
     """Nothing is open, and the engine holds no page but those kept for prefixes."""
     deadline = time.monotonic() + wait_s
-    while server.service.loop._num_open or server.engine.has_work:
+    while server.service.loop.num_open or server.engine.has_work:
         assert time.monotonic() < deadline, "sequences are still open"
         time.sleep(0.01)
     server.call(lambda engine: engine.check())
@@ -103,11 +104,13 @@ def test_a_client_that_leaves_takes_its_sequences_along(streams: bool) -> None:
 
 def test_control_without_the_abort_sequences_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_server({"max_num_seqs": 2}) as server:
-        monkeypatch.setattr(server.service.loop, "_on_engine_abort", lambda ticket: None)
+        put, kept = server.link.put, list[Command]()
+        monkeypatch.setattr(server.link, "put", lambda command: kept.append(command) if isinstance(command, Abort) else put(command))
         leave(server, streams=True, max_tokens=24)
         with pytest.raises(AssertionError, match="sequences are still open"):
             wait_until_idle(server, wait_s=0.1)
         wait_until_idle(server)
+        put(kept.pop())
 
 
 def test_a_client_that_does_not_read_holds_nobody_up(server: Running) -> None:
