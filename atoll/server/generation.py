@@ -4,6 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
 
@@ -16,7 +17,7 @@ from atoll.engine.sampling import SamplingParams
 from atoll.errors import AtollError
 from atoll.server.messages import SequenceTask
 from atoll.server.protocol import GenerationBody, SchemaFormat, TextFormat
-from atoll.server.replies import DONE, EventStream, error_body, event, status_of, while_connected
+from atoll.server.replies import DONE, EventStream, as_json, error_body, event, status_of, while_connected
 from atoll.server.service import Service
 from atoll.server.usage import UsageCount
 
@@ -80,7 +81,7 @@ class Reply(ABC, Generic[BodyT]):
             async for pieces in rest:
                 yield self._events_of(pieces)
             if self.body.include_usage:
-                yield event(self._envelope(self.chunk_object, []) | {"usage": self.usage.as_json()})
+                yield self._chunk_event([], {"usage": self.usage.as_json()})
         except AtollError as error:
             yield event(error_body(str(error), status_of(error)))
         yield DONE
@@ -104,10 +105,15 @@ class Reply(ABC, Generic[BodyT]):
             choice["token_ids"] = piece.token_ids
             if is_first:
                 choice["prompt_token_ids"] = self.tasks[piece.index].token_ids
-        envelope = self._envelope(self.chunk_object, [choice])
-        if self.body.include_usage:
-            envelope["usage"] = self.usage.as_json() if self.body.continuous_usage else None
-        return event(envelope)
+        return self._chunk_event([choice], {"usage": self.usage.as_json() if self.body.continuous_usage else None} if self.body.include_usage else {})
+
+    def _chunk_event(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> bytes:
+        """The event of an envelope with `more`. Only what differs from chunk to chunk is encoded anew."""
+        return b"".join((self._chunk_head, as_json(choices), *(b',"%s":%s' % (name.encode(), as_json(value)) for name, value in more.items()), b"}\n\n"))
+
+    @cached_property
+    def _chunk_head(self) -> bytes:
+        return event(self._envelope(self.chunk_object, [])).removesuffix(b"[]}\n\n")
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created_s, "model": self.service.model_name, "choices": choices}
