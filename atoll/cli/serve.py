@@ -10,7 +10,7 @@ from atoll.config import EngineConfig, ServerConfig, make_engine_config
 
 
 def serve(
-    model: Annotated[str, typer.Option(help="'demo', 'smollm2', a Hugging Face folder, or a .gguf file.")] = "demo",
+    model: Annotated[str, typer.Option(help="'demo', 'smollm2', a Hugging Face folder, a .gguf file, or random:SHAPE, of random weights.")] = "demo",
     served_model_name: Annotated[str | None, typer.Option(help="The name that clients use.", show_default="as --model")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's; give an API key with it.")] = ServerConfig.host,
     port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.")] = ServerConfig.port,
