@@ -79,7 +79,6 @@ def bench_serve(
         fail("--offline and --launch are both given; give one of them")
     if option and not starts:
         fail("--option is for an engine that this command starts; give it to the server instead, or add --launch or --offline")
-    from atoll.bench.rows import append_jsonl, check_writable, environment
     from atoll.bench.serve_data import DataOptions
     from atoll.bench.serve_report import details, errors_of, figures, parse_goodput, parse_names, parse_percentiles, report_lines
 
@@ -102,6 +101,9 @@ def bench_serve(
         "leave_share": leave_share,
     }
     if out is not None:
+        # Only then: it brings in torch, which a client can do without.
+        from atoll.bench.rows import append_jsonl, check_writable, environment
+
         check_writable(out)
     told: dict[str, Any] = {
         "date": time.strftime("%Y%m%d-%H%M%S"),
