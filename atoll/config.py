@@ -14,6 +14,7 @@ KV_FORMAT_OPTIONS = ("auto", "fp32", "bf16", "fp16", "fp8_tensor", "fp8_token") 
 KV_FILLS = ("zero", "nan", "0x7f", "inf", "max", "random")  # atoll.kv.FILLS, without its torch
 CHECKPOINT_POLICIES = ("ladder", "prompt", "demand", "end")  # atoll.engine.placement says what each is
 MAX_PAGE_SIZE = 1024  # tokens; as in atoll.ops.attention.spec
+TOOL_CALL_PARSERS = ("auto", "qwen_json", "qwen_xml")  # "auto" and atoll.server.tool_formats.TOOL_FORMATS, without its torch
 LOG_LEVELS = ("debug", "info", "warning", "error")
 GUARDS = ("auto", "on", "off")
 PREFILL_GRID = 64  # tokens; the chunk of the gated delta rule, so that one grid fits every layer
@@ -40,8 +41,9 @@ class EngineConfig:
     guard: str = "auto"  # zero released pages before they are read again; auto: on where the attention backend does not mask unowned rows
     cuda_graphs: bool = True  # replay steps that only decode; no effect on cpu
     prefix_caching: bool = True  # keep the pages, and for a hybrid model the states, of prefixes for requests that begin alike
-    # Tokens between the ladder's checkpoints, rounded up to whole pages and to the prefill grid; 0: no checkpoints at all, so no reuse for a hybrid model;
-    # -1: no ladder; None: as many as the rows that fill an image's pages, so that a ladder takes no more room than the rows it stands on, and 1024 at least.
+    # Tokens between the ladder's checkpoints, a multiple of page_size, rounded up to the prefill grid; 0: no checkpoints at all, so no reuse for a
+    # hybrid model; -1: no ladder; None: as many as the rows that fill an image's pages, so that a ladder takes no more room than the rows it stands
+    # on, and 1024 at least.
     state_checkpoint_interval_tokens: int | None = None
     checkpoint_policy: str = "all"  # where states are kept: all, or some of CHECKPOINT_POLICIES, comma-separated
     seed: int = 0  # for requests without a seed of their own
@@ -57,15 +59,18 @@ class EngineConfig:
         for name, low in (("num_pages", 2), ("kv_memory_bytes", 1), ("max_model_len", 2), ("max_num_seqs", 1), ("max_num_batched_tokens", 1)):
             value = getattr(self, name)
             if value is not None and value < low:
-                raise ConfigError(
-                    f"{name} {value} is below {low}; give {low} or more{'' if name.startswith('max_num') else ', or leave it out to have it chosen'}"
-                )
+                why = " (one page is never allocated, so that 2 hold one page of tokens)" if name == "num_pages" else ""
+                remedy = "" if name.startswith("max_num") else ", or leave it out to have it chosen"
+                raise ConfigError(f"{name} {value} is below {low}{why}; give {low} or more{remedy}")
         if self.num_pages is not None and self.kv_memory_bytes is not None:
             raise ConfigError(f"num_pages {self.num_pages} and kv_memory_bytes {self.kv_memory_bytes} are both given; give one of them")
         _check_step_budget(self.max_num_batched_tokens, self.max_num_seqs, PREFILL_GRID)
         interval = self.state_checkpoint_interval_tokens
         if interval is not None and interval < -1:
             raise ConfigError(f"state_checkpoint_interval_tokens {interval} is below -1; give a number of tokens, 0 for no checkpoints, or -1 for no ladder")
+        if interval is not None and interval > 0 and interval % self.page_size:
+            above = (interval // self.page_size + 1) * self.page_size
+            raise ConfigError(f"state_checkpoint_interval_tokens {interval} is not a multiple of page_size {self.page_size}; use for example {above}")
         checkpoint_policies(self.checkpoint_policy)
 
 
@@ -105,6 +110,7 @@ class ServerConfig:
     max_body_bytes: int = 16 * 2**20  # of a request
     shutdown_s: float = 30.0  # seconds that running requests have to finish after SIGTERM
     num_text_threads: int = 2  # threads that tokenize and fill in chat templates
+    tool_call_parser: str = "auto"  # how the model spells calls of functions; auto: as its chat template does
     log_level: str = "warning"  # info: a line per request
 
     def __post_init__(self) -> None:
@@ -114,6 +120,7 @@ class ServerConfig:
                 raise ConfigError(f"{name} {value!r} is no integer from {low}{'' if high is None else f' to {high}'}; give one in that range")
         if not math.isfinite(self.shutdown_s) or self.shutdown_s < 0:
             raise ConfigError(f"shutdown_s {self.shutdown_s} is not a number of seconds from 0; give for example 30")
+        _check_choice("tool_call_parser", self.tool_call_parser, TOOL_CALL_PARSERS)
         _check_choice("log_level", self.log_level, LOG_LEVELS)
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip() == self.api_key and self.api_key):
             raise ConfigError("the API key is empty, or holds spaces around it or characters that a header cannot carry; give one of printable ASCII")

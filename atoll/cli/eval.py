@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from atoll.cli.base import EXIT_FOUND, engine_option, fail, json_object, stderr_console, write_json
+from atoll.cli.flags import NumberFlags, spread
 from atoll.config import EngineConfig, make_engine_config
 from atoll.engine.sampling import MAX_SEED, SamplingParams
 
@@ -21,110 +22,65 @@ if TYPE_CHECKING:
     from atoll.eval.target import Target
 
 DEFAULT_FEWSHOT = 5
-DEFAULT_CONCURRENCY = EngineConfig.max_num_seqs
 
 eval_app = typer.Typer(no_args_is_help=True, help="Measure accuracy.")
 
-# What both commands that ask questions share.
-Data = Annotated[
-    Path | None,
-    typer.Option(help="JSONL with 'question' and 'answer' in GSM8K's form.", dir_okay=False, show_default="the demo model's 1,319 problems"),
-]
-Shots = Annotated[
-    Path | None,
-    typer.Option(
-        help="Where worked questions come from: the first lines, without the question asked.",
-        dir_okay=False,
-        show_default="train.jsonl beside the data, else the data",
-    ),
-]
-NumFewshot = Annotated[int | None, typer.Option(help="Worked questions before the one asked.", min=0, show_default="5; with --chat 0")]
-Chat = Annotated[bool, typer.Option("--chat", help="As a conversation, through the model's chat template.")]
-Model = Annotated[
-    str | None,
-    typer.Option(help="'demo', 'smollm2', a Hugging Face folder, or a .gguf file; a server's name for it.", show_default="demo; the server's first"),
-]
-BaseUrl = Annotated[str | None, typer.Option(help="Ask this OpenAI-compatible server instead.", show_default=False)]
-ApiKey = Annotated[str | None, typer.Option(help="For that server.", show_default=False)]
-ExtraBody = Annotated[str | None, typer.Option(help='JSON that goes into each request to a server, such as {"return_token_ids": true}.', show_default=False)]
-Limit = Annotated[int | None, typer.Option(help="Questions, from the first on.", min=1, show_default="all")]
-Concurrency = Annotated[int, typer.Option(help="Questions that are answered at a time.", min=1)]
-MaxTokens = Annotated[int, typer.Option(help="Tokens generated per question, at most.", min=1)]
-Temperature = Annotated[float, typer.Option(help="0: greedy.")]
-TopK = Annotated[int, typer.Option(help="Most likely tokens kept; 0: all.")]
-TopP = Annotated[float, typer.Option(help="Probability kept, from the most likely token down.")]
-Seed = Annotated[int, typer.Option(help="Of the first question; each next one, and each next pass, takes the next.", min=0, max=MAX_SEED // 2)]
-KvFormat = Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, fp8_tensor, fp8_token.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")]
-Option = Annotated[list[str] | None, typer.Option(help="Another engine option, as name=value; may be given again.", show_default=False)]
-Out = Annotated[Path | None, typer.Option(help="Write the run to this JSONL file, a row per question.", show_default=False)]
-Commit = Annotated[str | None, typer.Option(help="Commit to note in the run.", show_default="the checkout's")]
 AsJson = Annotated[bool, typer.Option("--json", help="The report as one JSON object.")]
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """The options that `gsm8k` and `replay` share."""
+class AskFlags:
+    """What the commands share that ask questions, of an engine or of a server."""
 
-    data: Path | None
-    shots: Path | None
-    num_fewshot: int | None
-    chat: bool
-    model: str | None
-    base_url: str | None
-    api_key: str | None
-    extra_body: str | None
-    limit: int | None
-    concurrency: int
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    kv_format: str
-    device: str
-    dtype: str
-    option: list[str] | None
-    out: Path | None
-    commit: str | None
+    data: Annotated[
+        Path | None,
+        typer.Option(help="JSONL with 'question' and 'answer' in GSM8K's form.", dir_okay=False, show_default="the demo model's 1,319 problems"),
+    ] = None
+    shots: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where worked questions come from: the first lines, without the question asked.",
+            dir_okay=False,
+            show_default="train.jsonl beside the data, else the data",
+        ),
+    ] = None
+    num_fewshot: Annotated[int | None, typer.Option(help="Worked questions before the one asked.", min=0, show_default="5; with --chat 0")] = None
+    chat: Annotated[bool, typer.Option("--chat", help="As a conversation, through the model's chat template.")] = False
+    model: Annotated[
+        str | None,
+        typer.Option(help="'demo', 'smollm2', a Hugging Face folder, or a .gguf file; a server's name for it.", show_default="demo; the server's first"),
+    ] = None
+    base_url: Annotated[str | None, typer.Option(help="Ask this OpenAI-compatible server instead.", show_default=False)] = None
+    api_key: Annotated[str | None, typer.Option(help="For that server.", show_default=False)] = None
+    extra_body: Annotated[
+        str | None, typer.Option(help='JSON that goes into each request to a server, such as {"return_token_ids": true}.', show_default=False)
+    ] = None
+    limit: Annotated[int | None, typer.Option(help="Questions, from the first on.", min=1, show_default="all")] = None
+    concurrency: Annotated[int, typer.Option(help="Questions that are answered at a time.", min=1)] = EngineConfig.max_num_seqs
+    max_tokens: Annotated[int, typer.Option(help="Tokens generated per question, at most.", min=1)] = 256
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Most likely tokens kept; 0: all.")] = 0
+    top_p: Annotated[float, typer.Option(help="Probability kept, from the most likely token down.")] = 1.0
+    seed: Annotated[int, typer.Option(help="Of the first question; each next one, and each next pass, takes the next.", min=0, max=MAX_SEED // 2)] = 0
+    option: Annotated[list[str] | None, typer.Option(help="Another engine option, as name=value; may be given again.", show_default=False)] = None
+    out: Annotated[Path | None, typer.Option(help="Write the run to this JSONL file, a row per question.", show_default=False)] = None
+    commit: Annotated[str | None, typer.Option(help="Commit to note in the run.", show_default="the checkout's")] = None
 
 
 @eval_app.command("gsm8k")
+@spread
 def eval_gsm8k(
-    data: Data = None,
-    shots: Shots = None,
-    num_fewshot: NumFewshot = None,
-    chat: Chat = False,
-    model: Model = None,
-    base_url: BaseUrl = None,
-    api_key: ApiKey = None,
-    extra_body: ExtraBody = None,
-    limit: Limit = None,
     passes: Annotated[int, typer.Option(help="How often each question is asked.", min=1)] = 1,
-    concurrency: Concurrency = DEFAULT_CONCURRENCY,
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
-    kv_format: KvFormat = "auto",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    option: Option = None,
-    out: Out = None,
-    commit: Commit = None,
+    *,
+    asked: AskFlags,
+    numbers: NumberFlags,
     as_json: AsJson = False,
 ) -> None:
     """Ask word problems and grade the answers as lm-eval's task gsm8k does: strict-match and flexible-extract, with standard errors."""
-    asked = _Asked(
-        data, shots, num_fewshot, chat, model, base_url, api_key, extra_body, limit, concurrency, max_tokens,
-        temperature, top_k, top_p, seed, kv_format, device, dtype, option, out, commit,
-    )  # fmt: skip
     options, header = _options(asked, passes)
     from atoll.eval.gsm8k import report_lines, run_gsm8k, sum_up
 
-    target = _target(asked)
+    target = _target(asked, numbers)
     with _writing(asked, header, target, "gsm8k", len(options.questions) * passes) as on_row:
         report = sum_up(run_gsm8k(target, options, on_row))
     if as_json:
@@ -135,44 +91,23 @@ def eval_gsm8k(
 
 
 @eval_app.command("replay")
+@spread
 def eval_replay(
     segment: Annotated[int, typer.Option(help="Questions that are filled and then read back together.", min=1)] = 64,
-    data: Data = None,
-    shots: Shots = None,
-    num_fewshot: NumFewshot = None,
-    chat: Chat = False,
-    model: Model = None,
-    base_url: BaseUrl = None,
-    api_key: ApiKey = None,
-    extra_body: ExtraBody = None,
-    limit: Limit = None,
-    concurrency: Concurrency = DEFAULT_CONCURRENCY,
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
-    kv_format: KvFormat = "auto",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    option: Option = None,
-    out: Out = None,
-    commit: Commit = None,
+    *,
+    asked: AskFlags,
+    numbers: NumberFlags,
     as_json: AsJson = False,
 ) -> None:
     """Ask each segment of questions twice: the second pass reads its prompts from the prefix cache, and must give the first one's tokens.
 
     Exits with 1 when an answer differs, 2 when the second pass read nothing from the cache.
     """
-    asked = _Asked(
-        data, shots, num_fewshot, chat, model, base_url, api_key, extra_body, limit, concurrency, max_tokens,
-        temperature, top_k, top_p, seed, kv_format, device, dtype, option, out, commit,
-    )  # fmt: skip
     options, header = _options(asked, 1)
     from atoll.eval.gsm8k import report_lines, sum_up
     from atoll.eval.replay import run_replay, segment_line
 
-    target = _target(asked)
+    target = _target(asked, numbers)
     with _writing(asked, header | {"segment": segment}, target, "replay", 2 * len(options.questions)) as on_row:
         report = run_replay(target, options, segment, on_row, lambda found: None if as_json else typer.echo(segment_line(found)))
     differing = report.divergences
@@ -216,7 +151,7 @@ def eval_compare(
         raise typer.Exit(EXIT_FOUND)
 
 
-def _options(asked: _Asked, passes: int) -> "tuple[Gsm8kOptions, dict[str, Any]]":
+def _options(asked: AskFlags, passes: int) -> "tuple[Gsm8kOptions, dict[str, Any]]":
     """What is asked, and what a run notes of it."""
     from atoll.eval.gsm8k import Gsm8kOptions
     from atoll.eval.prompts import STOP, make_form
@@ -247,10 +182,9 @@ def _options(asked: _Asked, passes: int) -> "tuple[Gsm8kOptions, dict[str, Any]]
     return options, header
 
 
-def _target(asked: _Asked) -> "Target":
+def _target(asked: AskFlags, numbers: NumberFlags) -> "Target":
     if asked.base_url is not None:
-        idle = {"kv_format": "auto", "device": "auto", "dtype": "auto", "option": None}
-        given = [name for name, value in idle.items() if getattr(asked, name) not in (value, [])]
+        given = [name for name, value in numbers.options.items() if value != getattr(NumberFlags, name)] + ["option"] * bool(asked.option)
         if given:
             fail(f"--{given[0].replace('_', '-')} is an option of an engine in this process; give it to the server instead, or leave out --base-url")
         from atoll.eval.endpoint import find_endpoint
@@ -260,8 +194,7 @@ def _target(asked: _Asked) -> "Target":
         return ServerTarget(endpoint, concurrency=asked.concurrency, extra_body=json_object(asked.extra_body))
     if asked.extra_body is not None or asked.api_key is not None:
         fail("--extra-body and --api-key are for a server; give --base-url as well")
-    options: dict[str, Any] = {"kv_format": asked.kv_format, "device": asked.device, "dtype": asked.dtype, "max_num_seqs": asked.concurrency}
-    options |= dict(engine_option(text) for text in asked.option or ())
+    options = numbers.options | {"max_num_seqs": asked.concurrency} | dict(engine_option(text) for text in asked.option or ())
     make_engine_config(options)
     from atoll.eval.engine_target import EngineTarget
 
@@ -270,7 +203,7 @@ def _target(asked: _Asked) -> "Target":
 
 
 @contextmanager
-def _writing(asked: _Asked, header: dict[str, Any], target: "Target", command: str, total: int) -> "Iterator[Callable[[Row], None]]":
+def _writing(asked: AskFlags, header: dict[str, Any], target: "Target", command: str, total: int) -> "Iterator[Callable[[Row], None]]":
     """Takes rows, one at a time: to the file, at once, and to a progress bar on a terminal."""
     import atoll
     from atoll.bench.rows import check_writable, git_commit

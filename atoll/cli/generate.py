@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.cli.base import EXIT_FOUND, fail, stderr_console, write_json
+from atoll.cli.flags import EngineFlags, spread
 from atoll.config import EngineConfig, make_engine_config
 from atoll.engine.sampling import SamplingParams
 from atoll.errors import RequestError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 STDIN = "-"
 
 
+@spread
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; '-' reads one from standard input.", show_default=False)] = None,
     file: Annotated[Path | None, typer.Option(help="A text file with one prompt per line.", exists=True, dir_okay=False, show_default=False)] = None,
@@ -32,42 +34,16 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.", show_default=False)] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends an output; may be given again.", show_default=False)] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end of text.")] = False,
-    kv_format: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "auto",
-    kv_fill: Annotated[str, typer.Option(help="The pool's bytes at start: zero, nan, random, ...; the output must not depend on it.")] = "zero",
-    page_size: Annotated[int, typer.Option(help="Tokens per page, a power of two.")] = 16,
-    num_pages: Annotated[int | None, typer.Option(help="Pages of the pool.", show_default="from the memory at hand")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and output together, at most.", show_default="what model and pool allow")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Prompts that run at once.")] = EngineConfig.max_num_seqs,
-    prefix_caching: Annotated[bool, typer.Option(help="Reuse what prompts have in common.")] = EngineConfig.prefix_caching,
-    state_checkpoint_interval_tokens: Annotated[
-        int | None, typer.Option(help="Of a hybrid model: tokens between kept states; 0: keep none, -1: no ladder.", show_default="from the state's size")
-    ] = None,
-    checkpoint_policy: Annotated[str, typer.Option(help="Where states are kept: all, or some of ladder,prompt,demand,end.")] = EngineConfig.checkpoint_policy,
-    attention_backend: Annotated[str, typer.Option(help="auto, triton, reference, flashinfer_xqa, flashinfer_tensor_cores, leaky.")] = "auto",
-    guard: Annotated[str, typer.Option(help="Zero released pages: on, off, or auto, which is on where attention does not mask unowned rows.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    kv_fill: Annotated[str, typer.Option(help="The pool's bytes at start: zero, nan, random, ...; the output must not depend on it.")] = EngineConfig.kv_fill,
+    *,
+    flags: EngineFlags,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per finished prompt, in the order in which they finish.")] = False,
 ) -> None:
     """Complete prompts with a model, as it speaks; several prompts run together in one batch."""
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop or (), ignore_eos=ignore_eos
     )
-    options = {
-        "kv_format": kv_format,
-        "kv_fill": kv_fill,
-        "page_size": page_size,
-        "num_pages": num_pages,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "prefix_caching": prefix_caching,
-        "state_checkpoint_interval_tokens": state_checkpoint_interval_tokens,
-        "checkpoint_policy": checkpoint_policy,
-        "attention_backend": attention_backend,
-        "guard": guard,
-        "device": device,
-        "dtype": dtype,
-    }
+    options = flags.options | {"kv_fill": kv_fill}
     make_engine_config(options)  # a bad option is told before the slow imports
     texts = _read_prompts(prompts or [], file)
     pieces = _start(model, options, texts, params, chat=chat)

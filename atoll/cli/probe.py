@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from atoll.cli.base import EXIT_ERROR, EXIT_FOUND, engine_option, fail, stderr_console, stdout_console, torch_device, write_json
-from atoll.config import EngineConfig, make_engine_config
+from atoll.cli.flags import EngineFlags, NumberFlags, spread
+from atoll.config import make_engine_config
 from atoll.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -194,42 +195,27 @@ def _leak_table(reports: "list[CaseReport]", fills: Sequence[str]) -> object:
 
 
 @probe_app.command("engine")
+@spread
 def probe_engine(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts.", show_default="eight short ones")] = None,
     model: Annotated[str, typer.Option(help="'demo', 'smollm2', a Hugging Face folder, or a .gguf file.")] = "demo",
     fill: Annotated[str, typer.Option(help="The poisoned pool's bytes: nan, 0x7f, inf, max, random.")] = "nan",
     max_tokens: Annotated[int, typer.Option(help="Tokens generated per prompt, at most.", min=1)] = 32,
-    kv_format: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "auto",
-    page_size: Annotated[int, typer.Option(help="Tokens per page, a power of two.")] = 16,
-    num_pages: Annotated[int | None, typer.Option(help="Pages of the pool; few make it evict.", show_default="from the memory at hand")] = None,
-    prefix_caching: Annotated[bool, typer.Option(help="Reuse what prompts have in common.")] = EngineConfig.prefix_caching,
-    checkpoint_policy: Annotated[str, typer.Option(help="Where states are kept: all, or some of ladder,prompt,demand,end.")] = EngineConfig.checkpoint_policy,
-    attention_backend: Annotated[str, typer.Option(help="auto, triton, reference, flashinfer_xqa, flashinfer_tensor_cores, leaky.")] = "auto",
-    guard: Annotated[str, typer.Option(help="Zero released pages: on, off, or auto, which is on where attention does not mask unowned rows.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    *,
+    flags: EngineFlags,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Generate greedily from a zero-filled pool and from a poisoned one: same tokens, or the first difference and exit code 1."""
-    options: dict[str, object] = {
-        "kv_format": kv_format,
-        "page_size": page_size,
-        "num_pages": num_pages,
-        "prefix_caching": prefix_caching,
-        "checkpoint_policy": checkpoint_policy,
-        "attention_backend": attention_backend,
-        "guard": guard,
-        "device": device,
-        "dtype": dtype,
-    }
+    options = flags.options
     make_engine_config(options | {"kv_fill": fill})
     from dataclasses import asdict
 
-    from atoll.probe import engine
+    from atoll.probe.engine import PROMPTS
+    from atoll.probe.engine import probe_engine as run_probe
 
-    texts = prompts or list(engine.PROMPTS)
+    texts = prompts or list(PROMPTS)
     with stderr_console().status(f"generating twice with {model}"):
-        report = engine.probe_engine(model, texts, fill=fill, max_tokens=max_tokens, **options)
+        report = run_probe(model, texts, fill=fill, max_tokens=max_tokens, **options)
     if as_json:
         write_json(asdict(report) | {"same": report.same})
     else:
@@ -248,6 +234,7 @@ def probe_engine(
 
 
 @probe_app.command("fault")
+@spread
 def probe_fault(
     questions: Annotated[Path, typer.Option(help="JSONL with 'question' and 'answer' in GSM8K's form, the answer's number after '####'.", dir_okay=False)],
     model: Annotated[str, typer.Option(help="A hybrid model: a name such as 'demo', or a Hugging Face folder.")] = "demo",
@@ -258,17 +245,16 @@ def probe_fault(
     images: Annotated[
         Literal["everywhere", "checkpoints"], typer.Option(help="Every free page has held a state's image, or those that the engine's own checkpoints took.")
     ] = "everywhere",
-    kv_format: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     option: Annotated[list[str] | None, typer.Option(help="Another engine option, as name=value; may be given again.", show_default=False)] = None,
+    *,
+    flags: NumberFlags,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per row, each as soon as it is done.")] = False,
 ) -> None:
     """Answer questions four times: with attention that masks, from a pool of zeros and of NaN; with attention that does not, without the guard and with it.
 
     Before the questions, pages have held images of states and come back. Exits with 1 when masked attention gives other tokens from NaN.
     """
-    options: dict[str, object] = {"kv_format": kv_format, "device": device, "dtype": dtype} | dict(engine_option(text) for text in option or ())
+    options = flags.options | dict(engine_option(text) for text in option or ())
     make_engine_config(options)
     from dataclasses import asdict
 
@@ -281,7 +267,7 @@ def probe_fault(
         for row in fault.probe_fault(model, asked, leaky_backend=leaky_backend, max_tokens=max_tokens, chat=chat, images=images, **options):
             rows.append(row)
             if as_json:
-                write_json(asdict(row) | {"model": model, "kv_format": kv_format, "images": images, "accuracy": row.accuracy})
+                write_json(asdict(row) | {"model": model, "kv_format": flags.kv_format, "images": images, "accuracy": row.accuracy})
     if not as_json:
         _print_fault(rows, model)
     if rows[1].same_tokens != len(asked):

@@ -1,14 +1,23 @@
 """`atoll serve`: the OpenAI-compatible server."""
 
 import logging
-from typing import Annotated, Any
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from atoll.cli.base import stderr_console
+from atoll.cli.flags import EngineFlags, spread
 from atoll.config import EngineConfig, ServerConfig, make_engine_config
+from atoll.errors import ConfigError
+
+if TYPE_CHECKING:
+    from atoll.server.service import Service
 
 
+@spread
 def serve(
     model: Annotated[str, typer.Option(help="'demo', 'smollm2', a Hugging Face folder, a .gguf file, or random:SHAPE, of random weights.")] = "demo",
     served_model_name: Annotated[str | None, typer.Option(help="The name that clients use.", show_default="as --model")] = None,
@@ -22,43 +31,17 @@ def serve(
     max_body_bytes: Annotated[int, typer.Option(help="Bytes of a request, at most.")] = ServerConfig.max_body_bytes,
     shutdown_s: Annotated[float, typer.Option(help="Seconds that running requests have to finish after SIGTERM.")] = ServerConfig.shutdown_s,
     num_text_threads: Annotated[int, typer.Option(help="Threads that tokenize.")] = ServerConfig.num_text_threads,
+    tool_call_parser: Annotated[
+        str, typer.Option(help="How the model spells calls of functions: qwen_json, qwen_xml, or auto, as its chat template does.")
+    ] = ServerConfig.tool_call_parser,
     log_level: Annotated[str, typer.Option(help="debug, info (with a line per request), warning, error.")] = "warning",
-    kv_format: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "auto",
-    kv_fill: Annotated[str, typer.Option(help="The pool's bytes at start: zero, nan, random, ...; no answer may depend on it.")] = "zero",
-    page_size: Annotated[int, typer.Option(help="Tokens per page, a power of two.")] = 16,
-    num_pages: Annotated[int | None, typer.Option(help="Pages of the pool.", show_default="from the memory at hand")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and output together, at most.", show_default="what model and pool allow")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = EngineConfig.max_num_seqs,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = EngineConfig.max_num_batched_tokens,
-    prefix_caching: Annotated[bool, typer.Option(help="Reuse what prompts have in common.")] = EngineConfig.prefix_caching,
-    state_checkpoint_interval_tokens: Annotated[
-        int | None, typer.Option(help="Of a hybrid model: tokens between kept states; 0: keep none, -1: no ladder.", show_default="from the state's size")
-    ] = None,
-    checkpoint_policy: Annotated[str, typer.Option(help="Where states are kept: all, or some of ladder,prompt,demand,end.")] = EngineConfig.checkpoint_policy,
-    attention_backend: Annotated[str, typer.Option(help="auto, triton, reference, flashinfer_xqa, flashinfer_tensor_cores, leaky.")] = "auto",
-    guard: Annotated[str, typer.Option(help="Zero released pages: on, off, or auto, which is on where attention does not mask unowned rows.")] = "auto",
+    kv_fill: Annotated[str, typer.Option(help="The pool's bytes at start: zero, nan, random, ...; no answer may depend on it.")] = EngineConfig.kv_fill,
     seed: Annotated[int, typer.Option(help="For requests without a seed of their own.")] = EngineConfig.seed,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    *,
+    flags: EngineFlags,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API has it, until SIGTERM or Ctrl-C."""
-    engine_options = {
-        "kv_format": kv_format,
-        "kv_fill": kv_fill,
-        "page_size": page_size,
-        "num_pages": num_pages,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "prefix_caching": prefix_caching,
-        "state_checkpoint_interval_tokens": state_checkpoint_interval_tokens,
-        "checkpoint_policy": checkpoint_policy,
-        "attention_backend": attention_backend,
-        "guard": guard,
-        "seed": seed,
-        "device": device,
-        "dtype": dtype,
-    }
+    engine_options = flags.options | {"kv_fill": kv_fill, "seed": seed}
     server_options: dict[str, Any] = {
         "host": host,
         "port": port,
@@ -67,25 +50,62 @@ def serve(
         "max_body_bytes": max_body_bytes,
         "shutdown_s": shutdown_s,
         "num_text_threads": num_text_threads,
+        "tool_call_parser": tool_call_parser,
         "log_level": log_level,
     } | ({} if api_key is None else {"api_key": api_key})
     # A bad option is told before the slow imports.
+    if served_model_name is not None and not served_model_name.strip():
+        raise ConfigError(f"served_model_name {served_model_name!r} is empty; give the name that clients use, or leave it out for that of --model")
     config = make_engine_config(engine_options)
     server_config = ServerConfig(**server_options)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with _ends_by_signal():
+        _serve(model, served_model_name, config, server_config)
+
+
+@contextmanager
+def _ends_by_signal() -> Iterator[None]:
+    """Whoever stops a server that still loads has stopped it in good order, as later: the exit code is 0."""
+    previous = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _stop(*_: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+def _serve(model: str, served_model_name: str | None, config: EngineConfig, server_config: ServerConfig) -> None:
     from atoll.server.engine_process import EngineProcess
 
-    with EngineProcess(model, config, log_level=log_level) as engine:
+    with EngineProcess(model, config, log_level=server_config.log_level) as engine:
         # While that loads the model.
         from atoll import __version__
+        from atoll.server.serve import open_socket
         from atoll.server.serve import serve as serve_until_signal
         from atoll.server.service import Service
 
+        # A port that is taken is told before the model is loaded.
+        open_socket(server_config).close()
         with stderr_console().status(f"loading {model}"):
             engine.wait_until_ready()
         service = Service(engine, served_model_name or model, server_config, __version__)
-        serve_until_signal(service, on_listen=lambda address: _say_ready(address, service.model_name))
+        serve_until_signal(service, on_listen=lambda address: _say_ready(address, service), on_interrupt=lambda: _say_stopping(server_config.shutdown_s))
 
 
-def _say_ready(address: str, model_name: str) -> None:
-    typer.echo(f"{model_name} is served at {address}/v1, with a page at {address} (Ctrl-C stops)", err=True)
+def _say_ready(address: str, service: "Service") -> None:
+    """Where people look, a request to try, and how to stop."""
+    key = "" if service.config.api_key is None else """ -H "Authorization: Bearer $ATOLL_API_KEY\""""
+    path, body = ("completions", '{"prompt": "Hello"}')
+    if service.tokenizer.chat_template is not None:
+        path, body = ("chat/completions", '{"messages": [{"role": "user", "content": "hello"}]}')
+    typer.echo(f"{service.model_name} is served at {address}/v1, with a page at {address} (Ctrl-C stops)", err=True)
+    typer.echo(f"try: curl {address}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'", err=True)
+
+
+def _say_stopping(shutdown_s: float) -> None:
+    # The terminal has written ^C, and no end of line.
+    typer.echo(f"\nstopping: what runs has {shutdown_s:g} s to finish (Ctrl-C ends it now)", err=True)

@@ -121,12 +121,16 @@ def choose_sizes(config: EngineConfig, max_position: int, num_pages: int, image_
     """All that the scheduler must know. A pool that cannot hold a full sequence and one checkpoint keeps no checkpoint, and says so."""
     max_model_len = choose_max_model_len(config, max_position, num_pages, image_pages)
     if image_pages and num_pages - 1 < image_pages + -(-max_model_len // config.page_size):
+        # Left open, max_model_len grows with the pool and leaves room for a state once that is half of it (choose_max_model_len).
+        beside = -(-(config.max_model_len or max_position) // config.page_size)
+        least = 1 + image_pages + (beside if config.max_model_len is not None else min(beside, image_pages))
         log.warning(
             "prefixes are not reused: a sequence of max_model_len %d tokens and one state of %d pages do not fit in %d pages together; "
-            "raise num_pages or kv_memory_bytes, or lower max_model_len",
+            "give num_pages %d or more (one is never allocated), or lower max_model_len",
             max_model_len,
             image_pages,
             num_pages - 1,
+            least,
         )
         image_pages = 0
     return SchedulerConfig(
@@ -174,8 +178,8 @@ def choose_max_model_len(config: EngineConfig, max_position: int, num_pages: int
         raise ConfigError(f"max_model_len {config.max_model_len} is above the model's {max_position} positions; use {max_position} or less")
     if config.max_model_len > capacity:
         raise ConfigError(
-            f"max_model_len {config.max_model_len} is above the {capacity} tokens that a pool of {num_pages} pages holds; "
-            f"use {capacity} or less, or raise num_pages or kv_memory_bytes"
+            f"max_model_len {config.max_model_len} is above the {capacity} tokens that a pool of {num_pages} pages holds, one of which is never allocated; "
+            f"use {capacity} or less, or num_pages {1 - (-config.max_model_len // config.page_size)} or more, or kv_memory_bytes for as many"
         )
     return config.max_model_len
 

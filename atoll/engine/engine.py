@@ -88,7 +88,9 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget every prefix, so that all pages are free; the statistics go on. Raises RequestError while a request waits or runs."""
         if self.has_work:
-            raise RequestError(f"{len(self._generations)} requests wait or run, 0 is the limit for a reset of the prefix cache; let them end, or abort them")
+            raise RequestError(
+                f"requests that wait or run: {len(self._generations)}, 0 is the limit for a reset of the prefix cache; let them end, or abort them"
+            )
         self.scheduler.reset_prefix_cache()
 
     def add(

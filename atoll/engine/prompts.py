@@ -1,10 +1,12 @@
 """Prompts and conversations as callers give them: checked, and turned into token ids; knows no engine."""
 
+from typing import Any
+
 from atoll.engine.sampling import SamplingParams
 from atoll.engine.text import Tokenizer
 from atoll.errors import RequestError
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 MESSAGE_EXAMPLE = '{"role": "user", "content": "Hello"}'
 
@@ -16,7 +18,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     return [tokenizer.bos_token_id] if not token_ids and tokenizer.bos_token_id is not None else token_ids
 
 
-def encode_conversation(tokenizer: Tokenizer, conversation: list[Message]) -> list[int]:
+def encode_conversation(tokenizer: Tokenizer, conversation: list[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
     """Token ids of messages through the model's chat template, ready for the answer. Raises RequestError for what is no conversation."""
     if not isinstance(conversation, list) or not conversation:
         raise RequestError(f"conversation {conversation!r} is not a list of messages; give at least one like {MESSAGE_EXAMPLE}")
@@ -25,7 +27,7 @@ def encode_conversation(tokenizer: Tokenizer, conversation: list[Message]) -> li
             raise RequestError(f"message {message!r} has no role and content as text; give one like {MESSAGE_EXAMPLE}")
         for key in ("role", "content"):
             check_text("message", message[key])
-    return tokenizer.apply_chat_template(conversation)
+    return tokenizer.apply_chat_template(conversation, tools=tools)
 
 
 def check_text(name: str, text: str) -> None:

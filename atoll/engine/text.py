@@ -1,7 +1,7 @@
 """A request's text as it grows: detokenized, searched for stop strings, released only once it cannot become one; knows no logits."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Detokenizer(Protocol):
@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
     @property
     def bos_token_id(self) -> int | None: ...
     def encode(self, text: str) -> list[int]: ...
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]: ...
+    def apply_chat_template(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None) -> list[int]: ...
     def detokenizer(self) -> Detokenizer: ...
 
 

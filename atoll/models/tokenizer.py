@@ -56,8 +56,8 @@ class Tokenizer:
         skipped = self.special_token_ids if skip_special_tokens else frozenset[int]()
         return Detokenizer(self.token_bytes, skipped, strips_first_space=self._pieces.strips_first_space)
 
-    def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer.
+    def apply_chat_template(self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer; a template that knows no tools ignores `tools`.
 
         Raises ModelError for a model without a template, RequestError for messages that its template refuses.
         """
@@ -67,11 +67,12 @@ class Tokenizer:
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        names: dict[str, Any] = {**self.role_tokens, "add_generation_prompt": add_generation_prompt}
+        names: dict[str, Any] = {**self.role_tokens, "add_generation_prompt": add_generation_prompt, "tools": tools}
         try:
             rendered: Any = render_jinja_template([[dict(message) for message in messages]], chat_template=self.chat_template, **names)
-        except jinja2.TemplateError as error:
-            raise RequestError(f"the model's chat template refuses these {len(messages)} messages: {error}; each needs a role and content it knows") from error
+        # The last two: a template that takes a field for granted, or of another type.
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise RequestError(f"the model's chat template refuses the conversation: {error}; each message needs a role and content it knows") from error
         # The template writes the special tokens itself.
         return self.encode(rendered[0][0], add_special_tokens=False)
 

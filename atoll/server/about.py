@@ -13,6 +13,7 @@ from atoll.server.metrics import CONTENT_TYPE
 from atoll.server.protocol import DetokenizeBody, TokenizeBody
 from atoll.server.replies import error_reply
 from atoll.server.service import Service
+from atoll.server.tool_choice import template_messages
 
 router = APIRouter()
 
@@ -117,7 +118,7 @@ def _tokenize(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give one of prompt and messages")
     if body.messages is not None:
-        return encode_conversation(tokenizer, [message.plain for message in body.messages])
+        return encode_conversation(tokenizer, template_messages(body.messages))
     text = body.prompt or ""
     check_text("prompt", text)
     return tokenizer.encode(text, add_special_tokens=body.add_special_tokens)

@@ -1,7 +1,7 @@
 """`/v1/completions`: prompts as text or token ids, continued; with `echo`, repeated and scored."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -19,6 +19,7 @@ router = APIRouter()
 class CompletionReply(Reply[CompletionBody]):
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
+    empty_chunk: ClassVar[dict[str, Any]] = {"text": "", "logprobs": None}
 
     def __init__(self, service: Service, body: CompletionBody) -> None:
         tokenizer = service.tokenizer
@@ -34,10 +35,10 @@ class CompletionReply(Reply[CompletionBody]):
     def choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
         return {"text": self._echo(index) + output.text, "logprobs": self._logprob_lists(index, output.prompt_logprobs, output.logprobs or ())}
 
-    def chunk(self, piece: StreamPiece, *, is_first: bool) -> dict[str, Any] | None:
+    def chunks(self, piece: StreamPiece, *, is_first: bool) -> list[dict[str, Any]]:
         text = (self._echo(piece.index) if is_first else "") + piece.text
         logprobs = self._logprob_lists(piece.index, piece.prompt_logprobs, piece.logprobs)
-        return {"text": text, "logprobs": logprobs} if text or logprobs or piece.finished else None
+        return [{"text": text, "logprobs": logprobs}] if text or logprobs or piece.finished else []
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self.body.num_choices] if self._echoes else ""

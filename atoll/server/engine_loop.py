@@ -26,12 +26,12 @@ class EngineLoop:
 
     def __init__(self, link: EngineLink, *, max_queued: int, metrics: ServerMetrics) -> None:
         self.max_open = link.facts.max_num_seqs + max_queued  # sequences
-        self.num_open = 0  # sequences
         self._link = link
         self._metrics = metrics
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fault: str | None = None  # why nothing is taken any more
         self._dead = False
+        self._num_open = 0  # sequences
         self._last_queue_s = 0.0
         self._ids = itertools.count()
         self._tickets: dict[int, Ticket] = {}
@@ -41,6 +41,11 @@ class EngineLoop:
     def fault(self) -> str | None:
         """Why nothing is taken: the engine has died, or is stopping; None: all is well."""
         return self._fault
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that are ticketed and not closed."""
+        return self._num_open
 
     @property
     def is_dead(self) -> bool:
@@ -55,13 +60,15 @@ class EngineLoop:
         """A place for so many sequences; close the ticket, whatever happens. Raises RequestError, OverloadedError or UnavailableError."""
         self._check_fault()
         if num_sequences > self.max_open:
-            raise RequestError(f"{num_sequences} sequences are asked for at once, {self.max_open} is the limit; send fewer prompts, or a smaller n")
-        if self.num_open + num_sequences > self.max_open:
+            raise RequestError(f"sequences asked for at once: {num_sequences}, {self.max_open} is the limit; send fewer prompts, or a smaller n")
+        if self._num_open + num_sequences > self.max_open:
             wait_s = min(MAX_RETRY_AFTER_S, max(1, math.ceil(self._last_queue_s)))
-            raise OverloadedError(f"{self.num_open} sequences are open, {self.max_open} is the limit; try again in {wait_s} s", wait_s)
+            raise OverloadedError(
+                f"open sequences: {self._num_open}, and {num_sequences} more would pass {self.max_open}, the limit; try again in {wait_s} s", wait_s
+            )
         ticket = Ticket(self, next(self._ids), num_sequences)
         self._tickets[ticket.ticket_id] = ticket
-        self.num_open += num_sequences
+        self._num_open += num_sequences
         return ticket
 
     def submit(self, ticket: Ticket, tasks: list[SequenceTask]) -> None:
@@ -71,7 +78,7 @@ class EngineLoop:
 
     def close(self, ticket: Ticket) -> None:
         """Give a ticket's place back; what still runs of it is aborted."""
-        self.num_open -= ticket.num_sequences
+        self._num_open -= ticket.num_sequences
         if ticket.is_over or not ticket.timings:
             self._tickets.pop(ticket.ticket_id, None)
         else:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from atoll.engine.constraint import Constraint
 from atoll.engine.output import RequestOutput, StreamPiece
 from atoll.engine.sampling import SamplingParams
-from atoll.errors import AtollError
+from atoll.errors import AtollError, RequestError
 from atoll.server.messages import SequenceTask
 from atoll.server.protocol import GenerationBody, SchemaFormat, TextFormat
 from atoll.server.replies import DONE, EventStream, as_json, error_body, event, status_of, while_connected
@@ -30,36 +30,41 @@ class Reply(ABC, Generic[BodyT]):
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
+    empty_chunk: ClassVar[dict[str, Any]]
     hides_output = False  # only the prompt is asked for
 
     def __init__(self, service: Service, body: BodyT, prompts: list[list[int]], params: list[SamplingParams]) -> None:
         for prompt in prompts:
             for one in params:
                 service.check_request(prompt, one, body.cache_salt)
+            _check_length(len(prompt), body.asked_tokens, service.max_model_len)
         self.service = service
         self.body = body
         self.prompts = prompts
-        self.tasks = [SequenceTask(prompt, one, body.cache_salt, self._constraint(service, body)) for prompt in prompts for one in params]
+        self.tasks = [SequenceTask(prompt, one, body.cache_salt, self.constraint()) for prompt in prompts for one in params]
         self.usage = UsageCount(prompts, body.num_choices)
         self._id = f"{self.id_prefix}-{uuid4().hex}"
         self._created_s = int(time.time())
         self._begun: set[int] = set()  # choices of which something was streamed
 
-    @staticmethod
-    def _constraint(service: Service, body: GenerationBody) -> Constraint | None:
+    def constraint(self) -> Constraint | None:
         """A fresh one for each sequence; None where any text will do."""
-        wanted = body.response_format
+        wanted = self.body.response_format
         if wanted is None or isinstance(wanted, TextFormat):
             return None
-        return service.grammars.constraint(wanted.json_schema.schema_ if isinstance(wanted, SchemaFormat) else None)
+        return self.service.grammars.constraint(wanted.json_schema.schema_ if isinstance(wanted, SchemaFormat) else None)
 
     @abstractmethod
     def choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
         """A whole choice, without what all kinds have."""
 
     @abstractmethod
-    def chunk(self, piece: StreamPiece, *, is_first: bool) -> dict[str, Any] | None:
-        """A choice's next chunk, without what all kinds have; None: nothing to say."""
+    def chunks(self, piece: StreamPiece, *, is_first: bool) -> list[dict[str, Any]]:
+        """A choice's next chunks, without what all kinds have; none: nothing to say."""
+
+    def finish_reason(self, index: int, output: RequestOutput) -> str:
+        """Why a choice ended, asked for after its last part was."""
+        return output.finish_reason
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         choices = []
@@ -68,7 +73,7 @@ class Reply(ABC, Generic[BodyT]):
                 output = replace(output, text="", token_ids=[], logprobs=None)
             self.usage.add(len(output.token_ids))
             self.usage.finish(index, output)
-            choice = {"index": index, **self.choice(index, output), **_ending(output)}
+            choice = {"index": index, **self.choice(index, output), **self._ending(index, output)}
             if self.body.return_token_ids:
                 choice |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": output.token_ids}
             choices.append(choice)
@@ -96,16 +101,19 @@ class Reply(ABC, Generic[BodyT]):
         if piece.output is not None:
             self.usage.finish(piece.index, piece.output)
         is_first = piece.index not in self._begun
-        chunk = self.chunk(piece, is_first=is_first)
-        if chunk is None and piece.output is None and not self.body.return_token_ids:
+        chunks = self.chunks(piece, is_first=is_first)
+        if not chunks and piece.output is None and not self.body.return_token_ids:
             return b""
         self._begun.add(piece.index)
-        choice = {"index": piece.index, **(chunk or {}), **_ending(piece.output)}
+        choices = [{"index": piece.index, **chunk, **self._ending(piece.index, None)} for chunk in chunks or [self.empty_chunk]]
+        choices[-1] |= self._ending(piece.index, piece.output)
         if self.body.return_token_ids:
-            choice["token_ids"] = piece.token_ids
+            for choice in choices:
+                choice["token_ids"] = piece.token_ids if choice is choices[0] else []
             if is_first:
-                choice["prompt_token_ids"] = self.tasks[piece.index].token_ids
-        return self._chunk_event([choice], {"usage": self.usage.as_json() if self.body.continuous_usage else None} if self.body.include_usage else {})
+                choices[0]["prompt_token_ids"] = self.tasks[piece.index].token_ids
+        usage = {"usage": self.usage.as_json() if self.body.continuous_usage else None} if self.body.include_usage else {}
+        return b"".join(self._chunk_event([choice], usage) for choice in choices)
 
     def _chunk_event(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> bytes:
         """The event of an envelope with `more`. Only what differs from chunk to chunk is encoded anew."""
@@ -114,6 +122,9 @@ class Reply(ABC, Generic[BodyT]):
     @cached_property
     def _chunk_head(self) -> bytes:
         return event(self._envelope(self.chunk_object, [])).removesuffix(b"[]}\n\n")
+
+    def _ending(self, index: int, output: RequestOutput | None) -> dict[str, Any]:
+        return {"finish_reason": self.finish_reason(index, output) if output else None, "stop_reason": output.stop_reason if output else None}
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created_s, "model": self.service.model_name, "choices": choices}
@@ -145,5 +156,10 @@ def _check(service: Service, body: GenerationBody) -> None:
     body.check(max_n=service.config.max_n)
 
 
-def _ending(output: RequestOutput | None) -> dict[str, Any]:
-    return {"finish_reason": output.finish_reason if output else None, "stop_reason": output.stop_reason if output else None}
+def _check_length(num_prompt_tokens: int, asked_tokens: int | None, max_model_len: int) -> None:
+    """An answer is cut at the model's length only where the client leaves its own open."""
+    total = num_prompt_tokens + (asked_tokens or 0)
+    if total > max_model_len:
+        raise RequestError(
+            f"prompt {num_prompt_tokens} + max_tokens {asked_tokens} = {total} tokens, {max_model_len} is the limit; lower max_tokens, or leave it out"
+        )

@@ -1,8 +1,10 @@
 """Answers held to JSON, or to a JSON schema, by xgrammar: each step's allowed tokens; knows no request and no logits."""
 
+import contextlib
 import functools
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +65,10 @@ _FORMATS = frozenset(
 )
 # Lookaround, named and backward references, word boundaries: anything but a plain group.
 _BEYOND_REGULAR = re.compile(r"\(\?(?!:)|\\[1-9bBk]")
+# A quote, a backslash or a control character by itself, or an escape that may be one: xgrammar writes it into the JSON string as it is, which then is no JSON.
+_BEYOND_JSON = re.compile(r'["\x00-\x1f]|\\(?:[\\tnrfvcx0]|u00)')
+# The characters of a string with minLength or maxLength as xgrammar has them, control characters among them, and as JSON has them.
+_BOUNDED_CHARACTER, _STRING_CHARACTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
 
 # Time and place in xgrammar's sources, with which its messages begin.
 _SOURCE_PLACE = re.compile(r"^(\[\S+\] )?(\S+\.cc:\d+: )?")
@@ -106,18 +112,44 @@ class Grammars:
         self._unpack = functools.lru_cache(MAX_KEPT)(self._read)
 
     def _read(self, compiled: str) -> Any:
-        from xgrammar import CompiledGrammar
-
-        return CompiledGrammar.deserialize_json(compiled, self._vocabulary)
+        return self._xgrammar.CompiledGrammar.deserialize_json(compiled, self._vocabulary)
 
     def constraint(self, schema: dict[str, Any] | bool | None) -> GrammarConstraint:
         """For one sequence; None: any JSON object. Raises RequestError for a schema that cannot be compiled, and where xgrammar is not installed."""
+        compiler, rules = self._compiler, self._json_rules(schema, "the JSON schema")
+        with _told("the JSON schema"):
+            return self._matcher(compiler.compile_grammar(rules))
+
+    def tag_constraint(self, form: dict[str, Any]) -> GrammarConstraint:
+        """For one sequence, from the format of one of xgrammar's structural tags."""
         compiler = self._compiler
-        try:
-            compiled = compiler.compile_json_schema(_schema_text({"type": "object"} if schema is None else schema), any_whitespace=False)
-        except (RuntimeError, ValueError, TypeError) as error:
-            reason = _SOURCE_PLACE.sub("", str(error)).strip()
-            raise RequestError(f"the JSON schema cannot be compiled: {reason}; simplify or mend it") from error
+        with _told("the grammar of the tools"):
+            return self._matcher(compiler.compile_structural_tag({"type": "structural_tag", "format": form}))
+
+    def json_part(self, schema: dict[str, Any] | bool | None, place: str) -> dict[str, Any]:
+        """The part of a structural tag that is JSON of a schema, spaced as models write it; None: any object. Raises RequestError as `constraint` does."""
+        return {"type": "grammar", "grammar": self._json_rules(schema, place)}
+
+    def xml_part(self, schema: dict[str, Any], place: str) -> dict[str, Any]:
+        """The part that is a schema's properties as `<parameter=NAME>VALUE</parameter>`. Raises RequestError as `constraint` does."""
+        xgrammar = self._xgrammar
+        _schema_text(schema, place)
+        for name in schema.get("properties") or ():
+            if not name or set(name) & set("<>\n"):
+                raise RequestError(f"{place} has the property {name!r}, which <parameter=NAME> cannot spell; rename it")
+        part = {"type": "json_schema", "json_schema": schema, "style": "qwen_xml", "max_whitespace_cnt": 1}
+        with _told(place):
+            xgrammar.Grammar.from_structural_tag({"type": "structural_tag", "format": part})
+        return part
+
+    def _json_rules(self, schema: dict[str, Any] | bool | None, place: str) -> str:
+        """A schema as EBNF; None: any object."""
+        xgrammar, text = self._xgrammar, _schema_text({"type": "object"} if schema is None else schema, place)
+        with _told(place):
+            rules = str(xgrammar.Grammar.from_json_schema(text, any_whitespace=False))
+        return rules.replace(_BOUNDED_CHARACTER, _STRING_CHARACTER)
+
+    def _matcher(self, compiled: Any) -> GrammarConstraint:
         return GrammarConstraint(compiled, PackedConstraint(compiled.serialize_json()), self._num_words)
 
     def unpack(self, packed: PackedConstraint) -> GrammarConstraint:
@@ -125,33 +157,53 @@ class Grammars:
         return GrammarConstraint(self._unpack(packed.compiled), packed, self._num_words)
 
     @functools.cached_property
-    def _compiler(self) -> Any:
+    def _xgrammar(self) -> Any:
         try:
             import xgrammar
         except ImportError as error:
-            raise RequestError("response_format needs xgrammar, which this server lacks; install atoll[structured], or leave it out") from error
-        return xgrammar.GrammarCompiler(self._vocabulary, max_threads=1)
+            raise RequestError(
+                "an answer held to a schema, by response_format or tools, needs xgrammar, which this server lacks; install atoll[structured], or leave it out"
+            ) from error
+        return xgrammar
+
+    @functools.cached_property
+    def _compiler(self) -> Any:
+        return self._xgrammar.GrammarCompiler(self._vocabulary, max_threads=1)
 
     @functools.cached_property
     def _vocabulary(self) -> Any:
-        from xgrammar import TokenizerInfo, VocabType
-
-        tokenizer = self._tokenizer
+        xgrammar, tokenizer = self._xgrammar, self._tokenizer
         # To xgrammar a token without text is special: no grammar allows it, but those that end a text.
         pieces = [b"" if token_id in tokenizer.special_token_ids else tokenizer.token_bytes(token_id) for token_id in range(self._vocab_size)]
-        return TokenizerInfo(pieces, VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=list(tokenizer.eos_token_ids))
+        return xgrammar.TokenizerInfo(pieces, xgrammar.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=list(tokenizer.eos_token_ids))
 
 
-def _schema_text(schema: dict[str, Any] | bool) -> str:
+@contextlib.contextmanager
+def _told(place: str) -> Iterator[None]:
+    """What xgrammar finds wrong, as RequestError."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError) as error:
+        reason = _SOURCE_PLACE.sub("", str(error)).strip()
+        raise RequestError(f"{place} cannot be compiled: {reason}; simplify or mend it") from error
+
+
+def check_schema_size(schema: Any, place: str) -> str:
+    """The schema as text. Raises RequestError for one that is too deep or too large for anything to be done with it."""
     depth = _depth(schema)
     if depth > MAX_SCHEMA_DEPTH:
-        raise RequestError(f"the JSON schema is {depth} levels deep, {MAX_SCHEMA_DEPTH} is the limit; give a flatter one")
-    _check_words(schema, "the JSON schema")
+        raise RequestError(f"{place} is {depth} levels deep, {MAX_SCHEMA_DEPTH} is the limit; give a flatter one")
     text = json.dumps(schema, ensure_ascii=False)
     if any("\ud800" <= char <= "\udfff" for char in text):
-        raise RequestError("the JSON schema holds half of a surrogate pair, which is no text; send whole characters")
+        raise RequestError(f"{place} holds half of a surrogate pair, which is no text; send whole characters")
     if len(text) > MAX_SCHEMA_CHARS:
-        raise RequestError(f"the JSON schema has {len(text)} characters, {MAX_SCHEMA_CHARS} is the limit; give a smaller one")
+        raise RequestError(f"{place} has {len(text)} characters, {MAX_SCHEMA_CHARS} is the limit; give a smaller one")
+    return text
+
+
+def _schema_text(schema: dict[str, Any] | bool, place: str) -> str:
+    text = check_schema_size(schema, place)
+    _check_words(schema, place)
     return text
 
 
@@ -170,10 +222,14 @@ def _check_words(schema: Any, place: str) -> None:
                 _check_words(part, f"{place}, {word}")
         elif word in _SUBSCHEMAS:
             _check_words(value, f"{place}, {word}")
-        elif word == "format" and value not in _FORMATS:
+        elif word == "format" and (not isinstance(value, str) or value not in _FORMATS):
             raise RequestError(f"{place} has the format {value!r}, which is none of {', '.join(sorted(_FORMATS))}; use one of these, or a pattern")
         elif word == "pattern" and isinstance(value, str) and _BEYOND_REGULAR.search(value):
             raise RequestError(f"{place} has the pattern {value!r} with lookaround, a reference or a word boundary; write it without")
+        elif word == "pattern" and isinstance(value, str) and _BEYOND_JSON.search(value):
+            raise RequestError(f"{place} has the pattern {value!r} with a quote, a backslash or a control character to match; write it without")
+        elif word in ("minLength", "maxLength") and not {"pattern", "format"}.isdisjoint(schema):
+            raise RequestError(f"{place} has {word!r} beside a pattern or format, to which alone an answer is held; put the length into the pattern")
         elif word not in _VALUES | _NOTES:
             remedy = "use anyOf" if word == "oneOf" else "leave it out"
             raise RequestError(f"{place} has {word!r}, to which no answer is held; {remedy}")

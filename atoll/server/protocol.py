@@ -3,16 +3,22 @@
 A field that Atoll does not know is refused, and so is one that it knows and cannot do, unless its value asks for nothing: silence would look like obedience.
 """
 
+import re
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
+from atoll.engine.prompts import check_text
 from atoll.engine.sampling import MAX_SEED, SamplingParams
 from atoll.errors import RequestError
 
+MAX_COUNT = 2**31 - 1  # of anything; so that a number never fills an error
+MAX_TOOLS = 128
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's
+
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 TokenIds = list[StrictInt]
 StopText = Annotated[StrictStr, Field(max_length=MAX_STOP_CHARS)]
@@ -52,13 +58,14 @@ class GenerationBody(Body):
     """What completions and chat completions share. None: the default."""
 
     model: StrictStr | None = None
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=0, le=MAX_COUNT)
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None  # -1, as 0: all
     min_p: float | None = None
     seed: int | None = None
-    n: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=MAX_COUNT)
+    best_of: int | None = None  # refused, unless it is n: to choose among more than are sent is not supported
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool = False
@@ -83,13 +90,17 @@ class GenerationBody(Body):
 
     # Refused, unless the value is one of `neutral`.
     logit_bias: Any = None
-    best_of: Any = None
 
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"logit_bias": (None, {}), "best_of": (None, 1)}
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"logit_bias": (None, {})}
 
     @property
     def num_choices(self) -> int:
         return self.n or 1
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """Tokens to generate; None: the client leaves it open."""
+        return self.max_tokens
 
     @property
     def include_usage(self) -> bool:
@@ -99,14 +110,23 @@ class GenerationBody(Body):
     def continuous_usage(self) -> bool:
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
+    @property
+    def held_by(self) -> str | None:
+        """What the answer is held to, in words for an error; None: nothing."""
+        return None if self.response_format is None or isinstance(self.response_format, TextFormat) else "a response_format"
+
     def check(self, *, max_n: int) -> None:
         """Raise RequestError for what Atoll cannot do."""
         if self.num_choices > max_n:
             raise RequestError(f"n {self.num_choices} is above {max_n}; ask for fewer, or raise the server's --max-n")
+        if self.best_of not in (None, self.num_choices):
+            raise RequestError(f"best_of {self.best_of} is not n {self.num_choices}, and all that is generated is sent; leave best_of out, or set n")
+        if self.cache_salt is not None:
+            check_text("cache_salt", self.cache_salt)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options are given and stream is not true; leave them out, or stream")
-        if self.response_format is not None and self.response_format.type != "text" and (self.min_tokens or self.ignore_eos):
-            raise RequestError("min_tokens or ignore_eos is given beside a response_format, which may have to end earlier; leave one of them out")
+        if self.held_by is not None and (self.min_tokens or self.ignore_eos):
+            raise RequestError(f"min_tokens or ignore_eos is given beside {self.held_by}, which may have to end earlier; leave one of them out")
         for name, accepted in self.neutral.items():
             value = getattr(self, name)
             if value not in accepted:
@@ -164,25 +184,66 @@ class ContentPart(Body):
     text: StrictStr
 
 
+class CalledFunction(Body):
+    name: StrictStr
+    arguments: StrictStr  # a JSON object
+
+
+class ToolCall(Body):
+    id: StrictStr | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Any = None  # of a stream's pieces, joined
+
+
 class ChatMessage(Body):
     role: StrictStr
-    content: StrictStr | list[ContentPart]
-    name: Any = None  # of no effect: chat templates do not know it
+    content: StrictStr | list[ContentPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+    # Of no effect: chat templates do not know them.
+    name: Any = None
+    tool_call_id: StrictStr | None = None
+    # What an answer of OpenAI's holds beside them. Refused, unless empty.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @property
-    def plain(self) -> dict[str, str]:
-        """Role and content as text."""
-        return {"role": self.role, "content": self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)}
+    def text(self) -> str:
+        """The content's text; empty for none, which chat templates take and null not."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+
+
+class Function(Body):
+    name: StrictStr
+    description: StrictStr | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema of an object; None: no parameters
+    strict: bool | None = None  # hold calls to the schema where the model is free not to call
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    name: StrictStr
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatBody(GenerationBody):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: int | None = Field(None, ge=0)  # the newer name of max_tokens
+    max_completion_tokens: int | None = Field(None, ge=0, le=MAX_COUNT)  # the newer name of max_tokens
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    parallel_tool_calls: Any = None  # of no effect without tools
-    tools: Any = None
-    tool_choice: Any = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None  # false: one call at most
     functions: Any = None
     modalities: Any = None
     reasoning_effort: Any = None
@@ -190,20 +251,54 @@ class ChatBody(GenerationBody):
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerationBody.neutral,
-        "tools": (None, []),
-        "tool_choice": (None, "none", "auto"),
         "functions": (None, []),
         "modalities": (None, ["text"]),
         "reasoning_effort": (None, "none"),
         "chat_template_kwargs": (None, {}),
     }
 
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """Those that the answer may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def held_by(self) -> str | None:
+        if self.must_call:
+            return "a tool_choice"
+        return "a strict tool" if any(tool.function.strict for tool in self.offered_tools) else super().held_by
+
     def check(self, *, max_n: int) -> None:
         super().check(max_n=max_n)
+        self._check_tools()
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError(f"top_logprobs {self.top_logprobs} is given and logprobs is not true; set it, or leave top_logprobs out")
-        if 0 in (self.max_tokens, self.max_completion_tokens):
+        if self.asked_tokens == 0:
             raise RequestError("max_tokens 0 is below 1; generate at least one token")
+
+    def _check_tools(self) -> None:
+        names: set[str] = set()
+        for at, tool in enumerate(self.tools or ()):
+            name = tool.function.name
+            if not _TOOL_NAME.fullmatch(name):
+                raise RequestError(f"tools.{at}.function.name {name[:80]!r} is not 1 to 64 of A-Z, a-z, 0-9, _ and -; rename it")
+            if name in names:
+                raise RequestError(f"tools.{at}.function.name {name!r} is the name of an earlier tool; rename one of them")
+            names.add(name)
+        if self.must_call and not self.tools:
+            raise RequestError("tool_choice asks for a call, and tools is empty; give at least one tool, or leave tool_choice out")
+        if isinstance(self.tool_choice, NamedTool) and (wanted := self.tool_choice.function.name) not in names:
+            raise RequestError(f"tool_choice.function.name {wanted[:80]!r} is none of the tools; use one of {', '.join(sorted(names))}")
+        if self.must_call and self.response_format is not None and not isinstance(self.response_format, TextFormat):
+            raise RequestError("tool_choice asks for a call, and response_format for an answer of another form; leave one of them out")
 
 
 class TokenizeBody(Body):

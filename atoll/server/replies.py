@@ -13,12 +13,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from atoll.errors import AtollError, ModelError, OverloadedError, RequestError, UnavailableError, UnknownModelError
+from atoll.server.faults import body_faults, unreadable_body
 
 T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; for the log
 DONE = b"data: [DONE]\n\n"
-MAX_NAMED_FAULTS = 3  # of a body
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -53,8 +53,10 @@ def atoll_error_reply(_: Request, error: Exception) -> Response:
 
 
 def http_error_reply(request: Request, error: Exception) -> Response:
-    """For a path or a method that does not exist, and a body that is no JSON."""
+    """For a path or a method that does not exist, and a body that cannot be read."""
     assert isinstance(error, HTTPException)
+    if error.status_code == 400:
+        return error_reply(unreadable_body(error.__cause__), 400)
     return error_reply(f"{request.method} {request.url.path}: {error.detail}", error.status_code, headers=dict(error.headers or {}))
 
 
@@ -64,19 +66,8 @@ def body_error_reply(request: Request, error: Exception) -> Response:
     if not request.headers.get("content-type", "").partition(";")[0].strip().endswith("json"):
         sent = request.headers.get("content-type", "no Content-Type")
         return error_reply(f"the body came as {sent!r}, and is read as JSON alone; send the header 'Content-Type: application/json'", 400)
-    faults: dict[str, str] = {}  # the first of each field: a union has one per branch
-    for fault in error.errors():
-        place = [str(part) for part in fault["loc"][1:]] if fault["type"] != "json_invalid" else []
-        faults.setdefault(place[0] if place else "", _body_fault(".".join(place), fault))
-    return error_reply("; ".join(list(faults.values())[:MAX_NAMED_FAULTS]), 400, param=next(iter(faults)) or None)
-
-
-def _body_fault(place: str, fault: dict[str, Any]) -> str:
-    if fault["type"] == "json_invalid":
-        return f"the body is not JSON: {fault.get('ctx', {}).get('error', fault['msg'])}"
-    if fault["type"] == "extra_forbidden":
-        return f"{place} is unknown; leave it out"
-    return f"{place or 'the body'}: {fault['msg']}"
+    message, place = body_faults(error.errors(), error.body)
+    return error_reply(message, 400, param=place)
 
 
 def unexpected_error_reply(_: Request, error: Exception) -> Response:

@@ -15,6 +15,7 @@ from atoll.server.engine_loop import EngineLoop
 from atoll.server.engine_process import EngineLink
 from atoll.server.grammars import Grammars
 from atoll.server.metrics import ServerMetrics
+from atoll.server.tool_formats import choose_tool_format
 
 T = TypeVar("T")
 
@@ -30,6 +31,7 @@ class Service:
         self.created_s = int(time.time())
         self.max_model_len = link.facts.max_model_len
         self.vocab_size = link.facts.vocab_size
+        self.tool_format = choose_tool_format(config.tool_call_parser, self.tokenizer.chat_template)
         self.grammars = Grammars(self.tokenizer, self.vocab_size)
         self.metrics = ServerMetrics(model_name)
         self.loop = EngineLoop(link, max_queued=config.max_queued, metrics=self.metrics)

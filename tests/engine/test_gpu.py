@@ -82,7 +82,7 @@ def test_a_restored_state_gives_the_bits_of_an_uninterrupted_run(hybrid: LoadedM
     llm = make_llm(hybrid, kv_format=kv_format, max_num_seqs=1, num_pages=400, prefix_caching=True, checkpoint_policy="prompt", kv_fill="nan")
     cold = results(llm)
     assert llm.engine.prefix_stats.num_hits == 0
-    assert results(llm) == cold and llm.engine.prefix_stats.num_hits > 300
+    assert results(llm) == cold and llm.engine.prefix_stats.num_hits > 150
     # Into other slots, and out of images that were written before.
     llm.reset_prefix_cache()
     assert [results(llm) for _ in range(2)] == [cold, cold]

@@ -37,7 +37,7 @@ def make_llm(loaded: LoadedModel, kv_format: str, **options: Any) -> LLM:
 
 def five_shots(loaded: LoadedModel) -> list[list[int]]:
     """Prompts that share five worked problems, and some of them more."""
-    problems = [json.loads(line) for line in PROBLEMS.read_text().splitlines()[:120]]
+    problems = [json.loads(line) for line in PROBLEMS.read_text().splitlines()[:400]]
     shots = "".join(f"Question: {p['question']}\nAnswer: {p['answer']}\n\n" for p in problems[:5])
     return [loaded.tokenizer.encode(f"{shots}Question: {p['question']}\nAnswer:") for p in problems[5:]]
 

@@ -191,7 +191,9 @@ def test_a_pool_without_room_for_an_image_reuses_nothing_and_says_so(case: Case,
     roomy = case.llm(num_pages=18)
     assert roomy.engine.scheduler.cache.enabled and not caplog.text
     llm = case.llm(num_pages=17)
-    wanted = "prefixes are not reused: a sequence of max_model_len 256 tokens and one state of 1 pages do not fit in 16 pages together; raise num_pages"
+    wanted = (
+        "prefixes are not reused: a sequence of max_model_len 256 tokens and one state of 1 pages do not fit in 16 pages together; give num_pages 18 or more"
+    )
     assert not llm.engine.scheduler.cache.enabled and wanted in caplog.text
     assert tokens(llm, PROMPTS[:2] * 2) == case.wanted[:2] * 2
     llm.engine.pool.check(held=())
@@ -220,7 +222,7 @@ def test_outputs_tell_what_was_reused(case: Case) -> None:
         llm.generate(PROMPTS[1], GREEDY, cache_salt="")
     stream = llm.generate_stream(PROMPTS[1], GREEDY)
     next(stream)
-    with pytest.raises(RequestError, match="1 requests wait or run, 0 is the limit for a reset of the prefix cache"):
+    with pytest.raises(RequestError, match="requests that wait or run: 1, 0 is the limit for a reset of the prefix cache"):
         llm.reset_prefix_cache()
     stream.close()  # type: ignore[attr-defined]
     llm.reset_prefix_cache()

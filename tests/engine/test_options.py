@@ -8,7 +8,7 @@ import torch
 from atoll import ConfigError, RequestError, SamplingParams
 from atoll.config import CHECKPOINT_POLICIES, DTYPES, KV_FILLS, KV_FORMAT_OPTIONS, MAX_PAGE_SIZE, EngineConfig, checkpoint_policies, make_engine_config
 from atoll.engine import build
-from atoll.engine.build import CPU_POOL_BYTES, choose_checkpoint_interval, choose_device, choose_dtype, choose_max_model_len, choose_num_pages
+from atoll.engine.build import CPU_POOL_BYTES, choose_checkpoint_interval, choose_device, choose_dtype, choose_max_model_len, choose_num_pages, choose_sizes
 from atoll.errors import BackendError
 from atoll.kv import FILLS, PageLayout, SlotLayout
 from atoll.ops.attention import spec
@@ -69,12 +69,14 @@ def test_sampling_params_are_plain_and_comparable() -> None:
         ({"dtype": "int8"}, "dtype 'int8' is unknown; use one of auto, float32"),
         ({"kv_format": "int4"}, "kv_format 'int4' is unknown; use one of auto, fp32"),
         ({"kv_fill": "ones"}, "kv_fill 'ones' is unknown; use one of zero, nan"),
-        ({"num_pages": 1}, "num_pages 1 is below 2"),
+        ({"num_pages": 1}, r"num_pages 1 is below 2 \(one page is never allocated, .*\); give 2 or more"),
         ({"num_pages": 9, "kv_memory_bytes": 9}, "num_pages 9 and kv_memory_bytes 9 are both given"),
         ({"max_num_seqs": 0}, "max_num_seqs 0 is below 1"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 100}, r"max_num_batched_tokens 100 is below 127 \(max_num_seqs 64 - 1 decoding"),
         ({"max_model_len": 1}, "max_model_len 1 is below 2"),
         ({"state_checkpoint_interval_tokens": -2}, "state_checkpoint_interval_tokens -2 is below -1; give a number of tokens, 0 for no checkpoints, or -1"),
+        ({"state_checkpoint_interval_tokens": 7}, "state_checkpoint_interval_tokens 7 is not a multiple of page_size 16; use for example 16"),
+        ({"state_checkpoint_interval_tokens": 100, "page_size": 32}, "100 is not a multiple of page_size 32; use for example 128"),
         ({"checkpoint_policy": "ladder,often"}, "checkpoint_policy 'often' is unknown; use all, or some of ladder, prompt, demand, end"),
         ({"checkpoint_policy": ""}, "checkpoint_policy '' is unknown"),
         ({"pagesize": 16}, "option 'pagesize' is unknown; use one of device, dtype, page_size"),
@@ -150,9 +152,19 @@ def test_the_pool_has_room_for_two_checkpoints_of_each_sequence() -> None:
     assert choose_num_pages(EngineConfig(max_num_seqs=4), LAYOUT, 2048, CPU, slots) == 1 + 4 * (2048 // 16 + 8)
 
 
+@pytest.mark.parametrize(("max_position", "max_model_len", "least"), [(2048, None, 9), (40, None, 8), (2048, 40, 8), (2048, 2000, 130)])
+def test_the_least_pool_that_reuses_prefixes_is_told(max_position: int, max_model_len: int | None, least: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Images of 4 pages."""
+    config = EngineConfig(max_model_len=max_model_len)
+    assert choose_sizes(config, max_position, least, 4).image_pages == 4 and not caplog.messages
+    assert choose_sizes(config, max_position, least - 1, 4).image_pages == 0
+    [message] = caplog.messages
+    assert f"give num_pages {least} or more (one is never allocated), or lower max_model_len" in message
+
+
 @pytest.mark.parametrize(
     ("given", "page_size", "image_pages", "interval"),
-    [(None, 16, 3, 1024), (None, 16, 200, 3200), (None, 16, 201, 3264), (-1, 16, 3, -1), (0, 16, 0, -1), (100, 16, 3, 128), (100, 256, 3, 256), (1, 1, 3, 64)],
+    [(None, 16, 3, 1024), (None, 16, 200, 3200), (None, 16, 201, 3264), (-1, 16, 3, -1), (0, 16, 0, -1), (80, 16, 3, 128), (256, 256, 3, 256), (1, 1, 3, 64)],
 )
 def test_the_ladder_stands_on_whole_pages_and_on_the_prefill_grid(given: int | None, page_size: int, image_pages: int, interval: int) -> None:
     config = EngineConfig(page_size=page_size, state_checkpoint_interval_tokens=given)

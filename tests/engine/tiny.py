@@ -80,7 +80,7 @@ class ByteTokenizer:
     def decode(self, token_ids: list[int]) -> str:
         return bytes(token_id for token_id in token_ids if token_id < 256).decode(errors="replace")
 
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
+    def apply_chat_template(self, messages: list[dict[str, str]], *, tools: list[dict[str, Any]] | None = None) -> list[int]:
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>")
 
     def detokenizer(self) -> ByteDetokenizer:

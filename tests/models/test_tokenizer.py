@@ -165,7 +165,7 @@ def test_the_folders_tokenizer_and_template(tmp_path: Path) -> None:
     assert token_ids == tokenizer.encode("user: the ö\nassistant:")
     assert token_ids.count(256) == 1
     assert tokenizer.decode(token_ids) == "user: the ö\nassistant:"
-    with pytest.raises(RequestError, match="refuses these 1 messages: unknown role"):
+    with pytest.raises(RequestError, match="refuses the conversation: unknown role"):
         tokenizer.apply_chat_template([{"role": "robot", "content": "x"}])
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({key: value for key, value in json.loads(config.read_text()).items() if key != "chat_template"}))

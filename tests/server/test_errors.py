@@ -20,12 +20,14 @@ def check_error(response: httpx2.Response, status: int, says: str) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
-        ({}, 400, "prompt: Field required"),
-        ({"prompt": 5}, 400, "prompt"),
+        ({}, 400, "prompt is missing; give it"),
+        ({"prompt": 5}, 400, "prompt is 5, and must be a string or a list"),
+        ({"prompt": ["a", 5]}, 400, "prompt.1 is 5, and must be a string or a list"),
+        ({"prompt": [[1, "a"]]}, 400, "prompt.0.1 is 'a', and must be an integer"),
         ({"prompt": []}, 400, "prompt is an empty list"),
         ({"prompt": [[]]}, 400, "the prompt has 0 tokens"),
         ({"prompt": ""}, 400, "the prompt has 0 tokens"),
-        ({"prompt": [True]}, 400, "prompt"),
+        ({"prompt": [True]}, 400, "prompt.0 is true, and must be a string, an integer or a list"),
         ({"prompt": [-1]}, 400, "token id -1 is outside the vocabulary's 0 to 1535"),
         ({"prompt": [10**30]}, 400, "outside the vocabulary"),
         ({"prompt": [5] * 512}, 400, "the prompt has 512 tokens, at most 511"),
@@ -33,8 +35,9 @@ def check_error(response: httpx2.Response, status: int, says: str) -> None:
         ({"prompt": "a", "model": "gpt"}, 404, "model 'gpt' is not served here; use 'demo'"),
         ({"prompt": "a", "nonsense": 1}, 400, "nonsense is unknown; leave it out"),
         ({"prompt": "a", "n": 17}, 400, "n 17 is above 16"),
-        ({"prompt": "a", "n": 0}, 400, "n: "),
-        ({"prompt": ["a"] * 60, "n": 16}, 400, "960 sequences are asked for at once, 116 is the limit"),
+        ({"prompt": "a", "n": 0}, 400, "n 0 is below 1"),
+        ({"prompt": "a", "n": 10**400}, 400, "... is above 2147483647; lower it"),
+        ({"prompt": ["a"] * 60, "n": 16}, 400, "sequences asked for at once: 960, 116 is the limit"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens 0 is below 1"),
         ({"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
         ({"prompt": "a", "temperature": -1}, 400, "temperature -1.0 is neither 0 nor"),
@@ -46,13 +49,20 @@ def check_error(response: httpx2.Response, status: int, says: str) -> None:
         ({"prompt": "a", "logprobs": 21}, 400, "logprobs 21"),
         ({"prompt": "a", "seed": -1}, 400, "seed -1"),
         ({"prompt": "a", "stop": ""}, 400, "stop ''"),
-        ({"prompt": "a", "stop": ["x"] * 65}, 400, "stop"),
-        ({"prompt": "a", "stop": "x" * 1025}, 400, "stop"),
+        ({"prompt": "a", "stop": ["x"] * 65}, 400, "stop has 65 entries, 64 is the limit"),
+        ({"prompt": "a", "stop": "x" * 1025}, 400, "stop has 1025 characters, 1024 is the limit"),
+        ({"prompt": "a", "stop": "\ud800"}, 400, "stop '\\ud800' holds half of a surrogate pair"),
+        ({"prompt": "a", "stop": ["x", "\ud800"]}, 400, "stop.1 '\\ud800' holds half of a surrogate pair"),
+        ({"prompt": "a", "cache_salt": "\ud800"}, 400, "cache_salt '\\ud800' holds half of a surrogate pair"),
+        ({"prompt": "a", "\ud800": 1}, 400, "holds half of a surrogate pair"),
         ({"prompt": "a", "stop_token_ids": [1536]}, 400, "stop token id 1536"),
         ({"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty 3.0 is outside -2 to 2"),
         ({"prompt": "a", "repetition_penalty": 0}, 400, "repetition_penalty 0.0 is outside 0.01 to 100"),
         ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias"),
-        ({"prompt": "a", "best_of": 3}, 400, "best_of '3' is not supported"),
+        ({"prompt": "a", "best_of": 3}, 400, "best_of 3 is not n 1, and all that is generated is sent; leave best_of out, or set n"),
+        ({"prompt": "a", "n": 3, "best_of": 2}, 400, "best_of 2 is not n 3"),
+        ({"prompt": "a", "best_of": "x"}, 400, "best_of is 'x', and must be an integer"),
+        ({"prompt": "a", "max_tokens": 512}, 400, "prompt 1 + max_tokens 512 = 513 tokens, 512 is the limit"),
         ({"prompt": "a", "suffix": "b"}, 400, "suffix 'b' is not supported"),
         ({"prompt": "a", "cache_salt": ""}, 400, "cache_salt ''"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options are given and stream is not true"),
@@ -76,13 +86,14 @@ def small() -> Any:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "the body: Field required"),
+        (b"", "the body is missing; give it"),
         (b"{", "the body is not JSON"),
-        (b"\xff", "body"),
-        (b"[1]", "the body: Input should be a valid dictionary"),
-        (b"null", "the body: "),
-        (b"[" * 9000, "body"),
-        (b'{"prompt": "a", "n": 1' + b"0" * 5000 + b"}", ""),
+        (b"\xff", "the body is not UTF-8 at byte 0"),
+        (b"[1]", "the body is a list, and must be an object"),
+        (b"null", "the body is null, and must be an object"),
+        (b"[" * 9000, "the body has too many lists and objects within each other to be read"),
+        (b'{"prompt": ' + b"[" * 500 + b"]" * 500 + b"}", "prompt.0.0 is a list, and must be an integer"),
+        (b'{"prompt": "a", "n": 1' + b"0" * 5000 + b"}", "a number of more than 4300 digits"),
     ],
 )
 def test_a_body_that_is_no_object_is_told(small: Running, content: bytes, says: str) -> None:
@@ -121,7 +132,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
         body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True}
         with server.http.stream("POST", "/v1/completions", json=body) as one:
             assert one.status_code == 200
-            check_error(server.post("/v1/completions", prompt=["a", "b", "c"]), 429, "1 sequences are open, 3 is the limit; try again in")
+            check_error(server.post("/v1/completions", prompt=["a", "b", "c"]), 429, "open sequences: 1, and 3 more would pass 3, the limit; try again in")
             refused = server.post("/v1/completions", prompt=["a", "b", "c"])
             assert 1 <= int(refused.headers["retry-after"]) <= 60
             assert server.http.get("/health").status_code == 200
@@ -190,4 +201,29 @@ def test_the_prefix_cache_is_not_reset_under_a_request() -> None:
     with running_server({"max_num_seqs": 1}) as server:
         body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
         with server.http.stream("POST", "/v1/completions", json=body):
-            check_error(server.post("/reset_prefix_cache"), 409, "1 requests wait or run")
+            check_error(server.post("/reset_prefix_cache"), 409, "requests that wait or run: 1, 0 is the limit")
+
+
+def test_best_of_may_say_what_n_says(small: Running) -> None:
+    for options in ({"best_of": 1}, {"n": 2, "best_of": 2}, {"n": 2, "best_of": None}):
+        assert len(small.complete("a", max_tokens=2, temperature=1.0, **options)["choices"]) == (options.get("n") or 1)
+
+
+def test_an_answer_is_cut_only_where_its_length_is_left_open(small: Running) -> None:
+    """At the model's 512 tokens."""
+    prompt = [40] * 508
+    assert small.complete(prompt, max_tokens=4, ignore_eos=True)["usage"]["total_tokens"] == 512
+    check_error(small.post("/v1/completions", prompt=prompt, max_tokens=5), 400, "prompt 508 + max_tokens 5 = 513 tokens, 512 is the limit")
+    left_open = small.post("/v1/completions", prompt=prompt, ignore_eos=True).json()
+    assert (left_open["choices"][0]["finish_reason"], left_open["usage"]["completion_tokens"]) == ("length", 4)
+    messages = [{"role": "user", "content": "a"}]
+    for name in ("max_tokens", "max_completion_tokens"):
+        check_error(small.post("/v1/chat/completions", messages=messages, **{name: 510}), 400, "512 is the limit; lower max_tokens, or leave it out")
+    # The newer name counts where both are given.
+    assert small.post("/v1/chat/completions", messages=messages, max_tokens=510, max_completion_tokens=2).json()["usage"]["completion_tokens"] == 2
+
+
+def test_a_long_name_does_not_fill_the_answer(small: Running) -> None:
+    response = small.post("/v1/completions", prompt="a", **{"x" * 5000: 1})
+    check_error(response, 400, "x... is unknown; leave it out")
+    assert len(response.text) < 300

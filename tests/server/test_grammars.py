@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ from atoll.engine.sampler import sample
 from atoll.engine.sampling import SamplingParams
 from atoll.engine.step import SampleTask
 from atoll.errors import RequestError
+from atoll.server import grammars
 from atoll.server.grammars import GrammarConstraint, Grammars
 from tests.server.running import Running, demo
 
@@ -109,7 +111,7 @@ def test_a_schema_that_would_take_minutes_is_refused() -> None:
 
 def test_a_server_without_xgrammar_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    with pytest.raises(RequestError, match=r"response_format needs xgrammar, which this server lacks; install atoll\[structured\]"):
+    with pytest.raises(RequestError, match=r"by response_format or tools, needs xgrammar, which this server lacks; install atoll\[structured\]"):
         Grammars(demo().tokenizer, 1536).constraint(None)
 
 
@@ -123,6 +125,10 @@ def test_a_server_without_xgrammar_says_so(monkeypatch: pytest.MonkeyPatch) -> N
         ({"type": "string", "pattern": "(?=a)b"}, "lookaround"),
         ({"type": "string", "format": "nonsense"}, "has the format 'nonsense'"),
         ({"enum": ["\ud83d"]}, "half of a surrogate pair"),
+        ({"type": "string", "format": []}, "has the format \\[\\]"),
+        ({"type": "string", "pattern": '"'}, "a quote, a backslash or a control character to match"),
+        ({"type": "string", "pattern": r"\s\W\t"}, "a quote, a backslash or a control character to match"),
+        ({"type": "string", "pattern": "[a-z]+", "maxLength": 2}, "has 'maxLength' beside a pattern or format"),
     ],
 )
 def test_a_schema_that_no_answer_would_be_held_to_is_refused(schema: dict[str, Any], reason: str) -> None:
@@ -133,3 +139,27 @@ def test_a_schema_that_no_answer_would_be_held_to_is_refused(schema: dict[str, A
 def test_property_names_are_no_keywords() -> None:
     schema = {"type": "object", "properties": {"not": {"type": "integer"}, "oneOf": {"type": "string", "format": "date"}}, "required": ["not"]}
     assert Grammars(demo().tokenizer, 1536).constraint(schema).mask()
+
+
+def check_strings(num_walks: int) -> None:
+    """Whatever a grammar lets through is JSON: random walks over what may come next."""
+    compiler, draw = Grammars(demo().tokenizer, 1536), random.Random(0)
+    schema = {"type": "array", "items": {"anyOf": [{"type": "string", "minLength": 2, "maxLength": 9}, {"type": "string", "pattern": ".{3}"}]}, "maxItems": 3}
+    for _ in range(num_walks):
+        constraint = compiler.constraint(schema)
+        token_ids: list[int] = []
+        while not token_ids or token_ids[-1] not in demo().tokenizer.eos_token_ids:
+            bits = int.from_bytes(constraint.mask(), "little")
+            token_ids.append(draw.choice([token_id for token_id in range(1536) if bits >> token_id & 1]))
+            assert constraint.accept(token_ids[-1])
+        assert isinstance(json.loads(demo().tokenizer.decode(token_ids)), list)
+
+
+def test_a_string_of_limited_length_holds_no_control_character() -> None:
+    check_strings(60)
+
+
+def test_control_xgrammar_alone_lets_one_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_STRING_CHARACTER", grammars._BOUNDED_CHARACTER)
+    with pytest.raises(json.JSONDecodeError, match="Invalid control character"):
+        check_strings(60)

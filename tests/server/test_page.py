@@ -69,7 +69,8 @@ def test_the_pool_over_http() -> None:
     with running_server() as server:
         empty = server.http.get("/pool").json()
         assert empty["pages"] == "0" + "." * 599 and (empty["num_queries"], empty["num_generated"]) == (0, 0)
-        prompt = list(range(40, 90))
+        # States are kept every 64 tokens.
+        prompt = list(range(40, 110))
         for _ in range(2):
             server.complete(prompt, max_tokens=5, ignore_eos=True)
         view = server.http.get("/pool").json()
@@ -81,7 +82,7 @@ def test_the_pool_over_http() -> None:
         assert view["counts"]["free"] == server.engine.scheduler.ledger.num_free
         assert (view["num_running"], view["num_waiting"], view["num_generated"]) == (0, 0, 10)
         assert view["num_queries"] == 2 * len(prompt) == view["num_hits"] + sum(view["misses"].values())
-        assert view["num_hits"] == 48 and view["misses"]["not_indexed"] == 52 and set(view["misses"]) == set(MissReason)
+        assert view["num_hits"] == 64 and view["misses"]["not_indexed"] == 76 and set(view["misses"]) == set(MissReason)
         assert view["page_size"] == 16 and view["page_bytes"] * 600 == server.engine.pool.buffer.numel()
         assert view["time_s"] >= empty["time_s"] and view["num_steps"] == server.engine.num_steps
         assert server.post("/reset_prefix_cache").status_code == 200

@@ -10,6 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx2
+import pytest
+from typer.testing import CliRunner
+
+from atoll.cli import app
+from atoll.server import serve
+from atoll.server.serve import DrainingServer
+from tests.server.running import running_server
 
 OPTIONS = ("--device", "cpu", "--port", "0", "--max-num-seqs", "4", "--max-model-len", "512", "--num-pages", "400")
 
@@ -23,6 +30,7 @@ def server_process(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]
         try:
             line = process.stderr.readline()
             assert "is served at http://127.0.0.1:" in line, line + process.stderr.read()
+            assert process.stderr.readline().startswith("try: curl http://127.0.0.1:")
             yield process, line.split("served at ")[1].split("/v1")[0]
         finally:
             process.kill()
@@ -86,8 +94,88 @@ def test_sigterm_finishes_what_runs_and_refuses_what_waits() -> None:
         assert process.stderr is not None and process.stderr.read() == ""
 
 
+def ask_while_stopping(url: str) -> list[tuple[int, str]]:
+    """Over new connections: health, and a request."""
+    health = httpx2.get(f"{url}/health")
+    answer = httpx2.post(f"{url}/v1/completions", json={"prompt": "a"})
+    return [(response.status_code, response.json()["error"]["message"]) for response in (health, answer)]
+
+
+def test_a_server_that_stops_says_so_until_it_has() -> None:
+    with server_process() as (process, url):
+        found: list[tuple[int, str]] = []
+
+        def terminate() -> None:
+            process.send_signal(signal.SIGTERM)
+            wait_for_drain(url)
+            found.extend(ask_while_stopping(url))
+
+        assert run_clients(url, [(400, True)], terminate) == [(200, 400)]
+        assert [status for status, _ in found] == [503, 503]
+        assert all("the server is stopping; send the request elsewhere, or again in a while" in message for _, message in found)
+        assert process.wait(30) == 0
+        with pytest.raises(httpx2.ConnectError):
+            httpx2.get(f"{url}/health")
+
+
+def test_control_a_port_closed_at_once_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DrainingServer, "_is_drained", lambda server: True)
+    monkeypatch.setattr(serve, "CLOSING_S", 60.0)
+    with running_server() as server:
+        body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.drain()
+            with pytest.raises(httpx2.TransportError):
+                wait_for_drain_to_end(server.url)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def wait_for_drain_to_end(url: str) -> None:
+    for _ in range(1000):
+        ask_while_stopping(url)
+
+
+def wait_for_drain(url: str) -> None:
+    for _ in range(500):
+        if httpx2.get(f"{url}/health").status_code == 503:
+            return
+    raise AssertionError("the server does not stop")
+
+
+def test_ctrl_c_ends_the_line_and_a_second_one_ends_what_runs() -> None:
+    with server_process("--shutdown-s", "60") as (process, url):
+
+        def interrupt() -> None:
+            process.send_signal(signal.SIGINT)
+            wait_for_drain(url)
+            process.send_signal(signal.SIGINT)
+
+        [(status, message)] = run_clients(url, [(500, True)], interrupt)
+        assert status == 200 and "the server is stopping, and this request did not finish in time" in str(message)
+        assert process.wait(30) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == "\nstopping: what runs has 60 s to finish (Ctrl-C ends it now)\n"
+
+
 def test_what_does_not_finish_in_time_is_told() -> None:
     with server_process("--shutdown-s", "0.2") as (process, url):
         [(status, message)] = run_clients(url, [(500, True)], lambda: process.send_signal(signal.SIGTERM))
         assert status == 200 and "the server is stopping, and this request did not finish in time" in str(message)
         assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--served-model-name", ""], "served_model_name '' is empty; give the name that clients use, or leave it out"),
+        (["--served-model-name", " "], "served_model_name ' ' is empty"),
+        (["--tool-call-parser", "hermes"], "tool_call_parser 'hermes' is unknown; use one of auto, qwen_json, qwen_xml"),
+        (["--state-checkpoint-interval-tokens", "7"], "state_checkpoint_interval_tokens 7 is not a multiple of page_size 16; use for example 16"),
+        (["--num-pages", "3", "--max-model-len", "512"], "holds, one of which is never allocated; use 32 or less, or num_pages 33 or more"),
+    ],
+)
+def test_a_wrong_option_is_told_and_nothing_is_served(options: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, ["serve", "--device", "cpu", "--port", "0", *options])
+    assert result.exit_code == 2 and says in result.stderr and "is served at" not in result.stderr

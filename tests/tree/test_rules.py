@@ -10,7 +10,7 @@ from tests.tree.files import ROOT, Module, read_modules
 
 PACKAGE = read_modules("atoll")
 TESTS = [m for m in read_modules("tests") if m.source]  # a folder of tests has nothing to say for itself
-PROSE = ("README.md", "CONTRIBUTING.md", "LOG.md")
+PROSE = ("README.md", "CONTRIBUTING.md", "LOG.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 
 # The rules themselves name the words.
 FOREIGN_WORDS_EXCUSED = ("tests/tree/",)

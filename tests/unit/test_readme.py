@@ -1,56 +1,46 @@
-"""What the README tells a newcomer to do works: the quick start's commands and its Python."""
+"""What the README tells a newcomer to do works: its scripts, its commands and its Python."""
 
-import re
-import shlex
 import subprocess
-import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-QUICK_START = (ROOT / "README.md").read_text().partition("## Quick start\n")[2].partition("\n## ")[0]
+from tests.docs.blocks import ROOT, find_blocks, make_checkout, make_command, run_block
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = find_blocks(README)
+RUN = [block for block in BLOCKS if block.excuse is None]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", QUICK_START, re.DOTALL)
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_command(tmp_path_factory.mktemp("path") / "bin")
 
 
-def commands() -> list[list[str]]:
-    return [shlex.split(line, comments=True) for block in blocks("sh") for line in block.splitlines() if line]
-
-
-def run(command: list[str]) -> str:
-    """Run one command in the repository; `.venv/bin/atoll` runs under the interpreter of these tests, whichever that is."""
-    if command[0] == ".venv/bin/atoll":
-        command = [sys.executable, "-c", "from atoll.cli import app; app()", *command[1:]]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def test_quick_start_has_what_these_tests_run() -> None:
-    assert [command[0] for command in commands()] == ["scripts/run", "scripts/test", *[".venv/bin/atoll"] * 3]
-    assert len(blocks("python")) == 2
+def test_readme_has_what_these_tests_run() -> None:
+    assert [block.language for block in RUN] == ["sh", "python", "python"]
+    assert all(block.line < README[: README.index("\n## Serve\n")].count("\n") for block in RUN), "the quick start is all that is run"
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"] == {"atoll": "atoll.cli:app"}
 
 
 def test_scripts_of_the_quick_start_parse() -> None:
-    for command in commands()[:2]:
-        assert run(["bash", "-n", *command]) == ""
+    scripts = [line.split()[0] for line in BLOCKS[0].text.splitlines()]
+    assert scripts == ["scripts/run", "scripts/test"]
+    for script in scripts:
+        assert subprocess.run(["bash", "-n", str(ROOT / script)], capture_output=True, check=True).stderr == b""
 
 
-@pytest.mark.parametrize(("index", "says"), [(2, "Paris"), (3, "reference"), (4, "clean")])
-def test_command_of_the_quick_start(index: int, says: str) -> None:
-    assert says in run(commands()[index])
+@pytest.mark.slow
+@pytest.mark.parametrize(("index", "says"), [(0, "Paris\natoll ...\nreference on ...: 104 cases: 104 clean"), (1, "Paris"), (2, "")])
+def test_block_of_the_quick_start(index: int, says: str, path: Path, tmp_path: Path) -> None:
+    block = RUN[index]
+    assert block.output is None
+    run_block(replace(block, output=says), make_checkout(tmp_path, path), path, "")
 
 
-@pytest.mark.parametrize(("index", "says"), [(0, "Paris"), (1, "")])
-def test_python_of_the_quick_start(index: int, says: str) -> None:
-    assert says in run([sys.executable, "-W", "error", "-c", blocks("python")[index]])
-
-
-def test_a_failing_command_fails() -> None:
+def test_a_failing_command_fails(path: Path, tmp_path: Path) -> None:
+    [block] = find_blocks("```sh\n.venv/bin/atoll generate --model no-such-model x\n```\n")
     with pytest.raises(AssertionError, match="no-such-model"):
-        run([".venv/bin/atoll", "generate", "--model", "no-such-model", "x"])
+        run_block(block, make_checkout(tmp_path, path), path, "")

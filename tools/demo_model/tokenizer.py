@@ -17,10 +17,20 @@ END_OF_TEXT, IM_START, IM_END = range(3)
 # A word with the space before it, one digit, a run of signs, a run of space. No normalization: any text comes back byte for byte.
 PATTERN = r" ?\p{L}[\p{L}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
 
+# The model has never seen a tool: none is told to it, and calls and their results are spelled as Qwen's templates do.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message['role'] not in ('system', 'user', 'assistant') %}{{ raise_exception('role must be system, user or assistant') }}{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% if message['role'] not in ('system', 'user', 'assistant', 'tool') %}{{ raise_exception('role must be system, user, assistant or tool') }}{% endif %}"
+    "{% if message['role'] == 'tool' %}"
+    "{{ '<|im_start|>user\\n<tool_response>\\n' + message['content'] + '\\n</tool_response><|im_end|>\\n' }}"
+    "{% else %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '\\n' if message['content'] or not loop.first }}"
+    "{{ '<tool_call>\\n' + {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson + '\\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|im_end|>\\n' }}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
