@@ -8,7 +8,6 @@ from typing import Literal, TypeVar, cast
 import torch
 
 from atoll.bench.model import give_back
-from atoll.bench.random_model import SHAPES
 from atoll.bench.timing import Call, measure_read_gbps, time_eager, time_queued
 from atoll.engine.build import make_slot_layout
 from atoll.engine.step import StateCopy
@@ -19,6 +18,7 @@ from atoll.kv.pool import PagePool
 from atoll.kv.slots import SlotLayout, SlotPool
 from atoll.models.loader import load_config
 from atoll.models.model_config import ModelConfig
+from atoll.models.random_model import SHAPES
 from atoll.ops.quant.formats import KVFormat
 
 Operation = Literal["save", "restore", "clear"]

@@ -11,7 +11,6 @@ from typing import cast
 import torch
 
 from atoll.bench.kernel_times import KernelTime, merge_variants, profile_kernels
-from atoll.bench.random_model import SHAPES, RandomWeights, make_model
 from atoll.engine.build import make_slot_layout
 from atoll.engine.runner import Runner, RunnerConfig
 from atoll.engine.sampling import SamplingParams
@@ -21,6 +20,7 @@ from atoll.kv.layout import PageLayout
 from atoll.kv.pool import PagePool
 from atoll.kv.slots import SlotPool
 from atoll.models import HybridModel, Model, ModelConfig, default_dtype
+from atoll.models.random_model import SHAPES, RandomWeights, make_model
 from atoll.ops.attention import DecodeSpec
 from atoll.ops.quant.formats import KVFormat
 

@@ -1,13 +1,16 @@
 """`bench serve`: load on an OpenAI-compatible server, arriving at a rate, at most so many requests at a time, and what its clients saw."""
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from atoll.bench.serve_client import Outcome, stream
+from uvicorn.loops.auto import auto_loop_factory
+
+from atoll.bench.serve_client import Outcome, Recording, record
 from atoll.bench.serve_data import Conversation, Turn, arrival_times
 from atoll.errors import ConfigError
 from atoll.eval.endpoint import Endpoint
@@ -30,12 +33,15 @@ class ServeOptions:
     temperature: float = 0.0
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     num_warmups: int = 0  # requests before the clock starts
+    leave_share: float = 0.0  # of the clients go away before their answer ends, somewhere in it
 
     def __post_init__(self) -> None:
         if self.path not in ENDPOINTS:
             raise ConfigError(f"endpoint {self.path!r} is unknown; use one of {', '.join(ENDPOINTS)}")
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise ConfigError(f"max_concurrency {self.max_concurrency} is below 1; give 1 or more, or leave it out")
+        if not 0 <= self.leave_share < 1:
+            raise ConfigError(f"leave_share {self.leave_share} is outside 0 to below 1; 0.33 makes a third of the clients leave")
         arrival_times(1, self.request_rate, self.burstiness, self.seed)
 
     @property
@@ -51,36 +57,55 @@ class ServeRun:
     duration_s: float
 
 
-def run_serve(options: ServeOptions, conversations: list[Conversation], on_outcome: Callable[[Outcome], None] = lambda outcome: None) -> ServeRun:
-    """Send everything and wait for it. A conversation's next turn is sent when the last one is answered; one that failed ends it."""
-    return asyncio.run(_run(options, conversations, on_outcome))
+def run_serve(options: ServeOptions, conversations: list[Conversation], on_request: Callable[[], None] = lambda: None) -> ServeRun:
+    """Send everything and wait for it. A conversation's next turn is sent when the last one is answered; one that failed or was left ends it."""
+    # uvloop's where it is installed.
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        recordings, duration_s = runner.run(_Load(options, on_request).run(conversations))
+    return ServeRun([one if isinstance(one, Outcome) else one.outcome() for one in recordings], duration_s)
 
 
-async def _run(options: ServeOptions, conversations: list[Conversation], on_outcome: Callable[[Outcome], None]) -> ServeRun:
-    for number in range(options.num_warmups):
-        await stream(options.endpoint, options.path.removeprefix("/v1/"), Talk(options).body(conversations[number % len(conversations)][0]))
-    gate: AbstractAsyncContextManager[Any] = asyncio.Semaphore(options.max_concurrency) if options.max_concurrency is not None else nullcontext()
-    outcomes: list[Outcome] = []
+class _Load:
+    def __init__(self, options: ServeOptions, on_request: Callable[[], None]) -> None:
+        self._options = options
+        self._on_request = on_request
+        self._path = options.path.removeprefix("/v1/")
+        self._done: list[Recording | Outcome] = []
+        self._gate: AbstractAsyncContextManager[Any] = asyncio.Semaphore(options.max_concurrency) if options.max_concurrency is not None else nullcontext()
 
-    async def converse(conversation: Conversation, at_s: float) -> None:
-        await asyncio.sleep(begin + at_s - time.perf_counter())
-        talk = Talk(options)
-        for turn in conversation:
+    async def run(self, conversations: list[Conversation]) -> tuple[list[Recording | Outcome], float]:
+        options = self._options
+        await asyncio.gather(*(self._warm_up(conversations[number % len(conversations)]) for number in range(options.num_warmups)))
+        times = arrival_times(len(conversations), options.request_rate, options.burstiness, options.seed)
+        rng = random.Random(options.seed)
+        begin_s = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            for conversation, at_s in zip(conversations, times, strict=True):
+                leaves = [rng.randrange(turn.output_len) if rng.random() < options.leave_share else None for turn in conversation]
+                tasks.create_task(self._converse(conversation, begin_s + at_s, leaves))
+        return self._done, time.perf_counter() - begin_s
+
+    async def _warm_up(self, conversation: Conversation) -> None:
+        async with self._gate:
+            await record(self._options.endpoint, self._path, Talk(self._options).body(conversation[0]))
+
+    async def _converse(self, conversation: Conversation, at_s: float, leaves: list[int | None]) -> None:
+        await asyncio.sleep(at_s - time.perf_counter())
+        talk = Talk(self._options)
+        for number, turn in enumerate(conversation):
             body = talk.body(turn)
-            async with gate:
-                outcome = await stream(options.endpoint, options.path.removeprefix("/v1/"), body)
-            outcomes.append(outcome)
-            on_outcome(outcome)
-            if outcome.error is not None:
+            async with self._gate:
+                recording = await record(self._options.endpoint, self._path, body, leaves[number])
+            self._on_request()
+            if number == len(conversation) - 1:
+                # Reading it can wait until the clock has stopped.
+                self._done.append(recording)
+                return
+            outcome = recording.outcome()
+            self._done.append(outcome)
+            if outcome.error is not None or outcome.left:
                 return
             talk.answered(outcome.text)
-
-    times = arrival_times(len(conversations), options.request_rate, options.burstiness, options.seed)
-    begin = time.perf_counter()
-    async with asyncio.TaskGroup() as tasks:
-        for conversation, at_s in zip(conversations, times, strict=True):
-            tasks.create_task(converse(conversation, at_s))
-    return ServeRun(outcomes, time.perf_counter() - begin)
 
 
 class Talk:

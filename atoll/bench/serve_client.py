@@ -1,16 +1,18 @@
-"""One streaming request to an OpenAI-compatible server, and when its pieces came. Costs little beside what it measures: plain sockets, one connection each."""
+"""One streaming request to an OpenAI-compatible server, and when its bytes came. They are noted as they come and read once nobody waits for a clock."""
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 from urllib.parse import urlsplit
 
 from atoll.eval.endpoint import ANSWER_TIMEOUT_S, CONNECT_TIMEOUT_S, Endpoint, error_text
 
-_MAX_LINE_BYTES = 2**22
+_LAST_CHUNK = b"\r\n0\r\n\r\n"
 
 
 @dataclass
@@ -26,6 +28,7 @@ class Outcome:
     told_output_tokens: int | None = None
     cached_tokens: int | None = None
     error: str | None = None
+    left: bool = False  # the client went away on purpose
 
     @property
     def output_tokens(self) -> int:
@@ -54,26 +57,122 @@ class Outcome:
         return self.end_s - self.start_s
 
 
-async def stream(endpoint: Endpoint, path: str, body: dict[str, Any]) -> Outcome:
-    """Send `body` with streaming on; what goes wrong is told in the outcome."""
+@dataclass
+class Recording:
+    """One request as its bytes came; times in seconds of one clock."""
+
+    start_s: float
+    parts: list[tuple[float, bytes]] = field(default_factory=list)
+    end_s: float = 0.0
+    error: str | None = None
+    left: bool = False
+
+    def outcome(self) -> Outcome:
+        """What they say. What goes wrong is told in the outcome."""
+        outcome = Outcome(self.start_s, end_s=self.end_s, error=self.error, left=self.left)
+        try:
+            if self.parts:
+                self._read(outcome)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            outcome.error = outcome.error or f"{type(error).__name__}: {error}"
+        if outcome.error is None and not outcome.finished and not outcome.left:
+            outcome.error = "the stream broke off before the server said that it was done"
+        return outcome
+
+    def _read(self, outcome: Outcome) -> None:
+        raw = b"".join(data for _, data in self.parts)
+        ends = list(accumulate(len(data) for _, data in self.parts))
+        head, _, body = raw.partition(b"\r\n\r\n")
+        status_line, *lines = head.split(b"\r\n")
+        words = status_line.split(None, 2)
+        if len(words) < 2 or not words[1].isdigit():
+            raise ValueError(f"the server's first line is {status_line[:80]!r}, which is no HTTP")
+        chunked = any(line.lower().startswith(b"transfer-encoding:") and line.lower().rstrip().endswith(b"chunked") for line in lines)
+        chunks = _chunks(body) if chunked else _lines(body)
+        if int(words[1]) != 200:
+            outcome.error = error_text(int(words[1]), b"".join(data for data, _ in chunks))
+            return
+        rest, begin = b"", len(raw) - len(body)
+        for chunk, end in chunks:
+            *events, rest = (rest + chunk).split(b"\n")
+            for event in events:
+                # One event is one line, as in OpenAI's API.
+                if event.startswith(b"data:"):
+                    take_event(outcome, event[5:].strip(), self.parts[bisect_left(ends, begin + end)][0])
+
+
+def _chunks(body: bytes) -> Iterator[tuple[bytes, int]]:
+    """The data of each whole chunk of HTTP's chunked encoding, and where it ends in the body."""
+    at = 0
+    while (found := body.find(b"\r\n", at)) >= 0:
+        begin = found + 2
+        end = begin + int(body[at:found].partition(b";")[0], 16)
+        if end == begin or end > len(body):
+            return
+        yield body[begin:end], end
+        at = end + 2
+
+
+def _lines(body: bytes) -> Iterator[tuple[bytes, int]]:
+    """As `_chunks`, of a body without them."""
+    at = 0
+    for line in body.splitlines(keepends=True):
+        at += len(line)
+        yield line, at
+
+
+class _Recorder(asyncio.Protocol):
+    """Notes what comes, until the answer or the connection ends, or `leave_after` events have come."""
+
+    def __init__(self, recording: Recording, leave_after: int | None) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._recording = recording
+        self._leave_after = leave_after
+        self._num_events = 0
+        self._tail = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._recording.parts.append((time.perf_counter(), data))
+        self._tail = self._tail[-len(_LAST_CHUNK) :] + data[-len(_LAST_CHUNK) :]
+        if self._leave_after is not None:
+            self._num_events += data.count(b"data:")
+            self._recording.left = self._num_events >= self._leave_after
+        if self._recording.left or self._tail.endswith(_LAST_CHUNK):
+            self._end(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(exc)
+
+    def _end(self, error: Exception | None) -> None:
+        if self.ended.done():
+            return
+        if error is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(error)
+
+
+async def record(endpoint: Endpoint, path: str, body: dict[str, Any], leave_after: int | None = None) -> Recording:
+    """Send `body` with streaming on. After `leave_after` events the client goes away; 0: as soon as the request is sent."""
     data = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
-    outcome = Outcome(time.perf_counter())
+    recording = Recording(time.perf_counter())
     try:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            await _exchange(endpoint, path, data, outcome)
-    except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
-        outcome.error = f"{type(error).__name__}: {error}"
-    outcome.end_s = time.perf_counter()
-    if outcome.error is None and not outcome.finished:
-        outcome.error = "the stream broke off before the server said that it was done"
-    return outcome
+            await _exchange(endpoint, path, data, recording, leave_after)
+    except (OSError, ValueError) as error:
+        recording.error = f"{type(error).__name__}: {error}"
+    recording.end_s = time.perf_counter()
+    return recording
 
 
-async def _exchange(endpoint: Endpoint, path: str, data: bytes, outcome: Outcome) -> None:
+async def _exchange(endpoint: Endpoint, path: str, data: bytes, recording: Recording, leave_after: int | None) -> None:
     url = urlsplit(endpoint.base_url)
     secure = url.scheme == "https"
+    recorder = _Recorder(recording, leave_after)
     async with asyncio.timeout(CONNECT_TIMEOUT_S):
-        reader, writer = await asyncio.open_connection(url.hostname, url.port or (443 if secure else 80), ssl=secure or None, limit=_MAX_LINE_BYTES)
+        transport, _ = await asyncio.get_running_loop().create_connection(
+            lambda: recorder, url.hostname or "", url.port or (443 if secure else 80), ssl=secure or None
+        )
     try:
         headers = {
             "Host": url.netloc,
@@ -83,47 +182,13 @@ async def _exchange(endpoint: Endpoint, path: str, data: bytes, outcome: Outcome
             "Connection": "close",
         }
         lines = [f"POST {url.path}/v1/{path} HTTP/1.1", *(f"{name}: {value}" for name, value in (headers | endpoint.headers).items())]
-        writer.write("\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + data)
-        await writer.drain()
-        status, chunked = await _read_head(reader)
-        if status != 200:
-            outcome.error = error_text(status, b"".join([part async for part in _parts(reader, chunked=chunked)]))
-            return
-        async for event in _events(reader, chunked=chunked):
-            take_event(outcome, event, time.perf_counter())
+        transport.write("\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + data)
+        recording.left = leave_after == 0
+        if not recording.left:
+            await recorder.ended
     finally:
-        writer.close()
-
-
-async def _read_head(reader: asyncio.StreamReader) -> tuple[int, bool]:
-    """The status, and whether the body comes in chunks."""
-    status_line = (await reader.readline()).split(None, 2)
-    if len(status_line) < 2 or not status_line[1].isdigit():
-        raise ValueError(f"the server's first line is {b' '.join(status_line)[:80]!r}, which is no HTTP")
-    chunked = False
-    while (line := (await reader.readline()).strip().lower()) != b"":
-        chunked |= line.startswith(b"transfer-encoding:") and line.endswith(b"chunked")
-    return int(status_line[1]), chunked
-
-
-async def _parts(reader: asyncio.StreamReader, *, chunked: bool) -> AsyncIterator[bytes]:
-    if not chunked:
-        # The connection closes behind the body.
-        while part := await reader.read(_MAX_LINE_BYTES):
-            yield part
-        return
-    while size := int((await reader.readline()).partition(b";")[0].strip() or b"0", 16):
-        yield (await reader.readexactly(size + 2))[:-2]
-
-
-async def _events(reader: asyncio.StreamReader, *, chunked: bool) -> AsyncIterator[bytes]:
-    """The data of each server-sent event; one event is one line, as in OpenAI's API."""
-    rest = b""
-    async for part in _parts(reader, chunked=chunked):
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
+        # What is still to be written goes out first.
+        transport.close()
 
 
 def take_event(outcome: Outcome, data: bytes, now_s: float) -> None:

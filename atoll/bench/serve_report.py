@@ -67,13 +67,14 @@ def figures(
     run: ServeRun, *, metrics: Sequence[str] = tuple(METRICS), percentiles: Sequence[float] = (99.0,), goodput: dict[str, float] | None = None
 ) -> dict[str, Any]:
     """Throughputs count what ended well. Standard deviations are of the population, percentiles interpolate linearly; None where there is no sample."""
-    good = [outcome for outcome in run.outcomes if outcome.error is None]
+    good = [outcome for outcome in run.outcomes if outcome.error is None and not outcome.left]
     inputs, outputs = sum(outcome.prompt_tokens or 0 for outcome in good), sum(outcome.output_tokens for outcome in good)
     cached = [outcome.cached_tokens for outcome in good]
     found: dict[str, Any] = {
         "duration": run.duration_s,
         "completed": len(good),
-        "failed": len(run.outcomes) - len(good),
+        "failed": sum(outcome.error is not None for outcome in run.outcomes),
+        "left": sum(outcome.error is None and outcome.left for outcome in run.outcomes),
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,
         "total_cached_tokens": None if None in cached else sum(cached),
@@ -86,6 +87,11 @@ def figures(
     for metric in metrics:
         found |= _spread(metric, samples_ms(good, metric), percentiles)
     return found
+
+
+def errors_of(run: ServeRun) -> list[str]:
+    """Of the requests that failed."""
+    return [outcome.error for outcome in run.outcomes if outcome.error is not None]
 
 
 def max_concurrent(outcomes: Sequence[Outcome]) -> int:
@@ -117,8 +123,10 @@ def details(run: ServeRun) -> dict[str, Any]:
 
 def report_lines(found: dict[str, Any]) -> list[str]:
     cached = "" if found["total_cached_tokens"] is None else f" ({found['total_cached_tokens']} from the prefix cache)"
+    left = f", {found['left']} left by their clients" if found["left"] else ""
     lines = [
-        f"{found['completed']} requests completed, {found['failed']} failed, in {found['duration']:.2f} s; at most {found['max_concurrent_requests']} at once",
+        f"{found['completed']} requests completed, {found['failed']} failed{left}, in {found['duration']:.2f} s; "
+        f"at most {found['max_concurrent_requests']} at once",
         f"input tokens {found['total_input_tokens']}{cached}, output tokens {found['total_output_tokens']}",
         f"requests/s {found['request_throughput']:.2f}, output tokens/s {found['output_throughput']:.2f}, all tokens/s {found['total_token_throughput']:.2f}",
     ]

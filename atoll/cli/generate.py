@@ -24,7 +24,7 @@ STDIN = "-"
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; '-' reads one from standard input.", show_default=False)] = None,
     file: Annotated[Path | None, typer.Option(help="A text file with one prompt per line.", exists=True, dir_okay=False, show_default=False)] = None,
-    model: Annotated[str, typer.Option(help="'demo', 'smollm2', a Hugging Face folder, or a .gguf file.")] = "demo",
+    model: Annotated[str, typer.Option(help="'demo', 'smollm2', a Hugging Face folder, a .gguf file, or random:SHAPE, of random weights.")] = "demo",
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt through the model's chat template, as a user's message.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Tokens generated per prompt, at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 1.0,

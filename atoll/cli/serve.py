@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @spread
 def serve(
-    model: Annotated[str, typer.Option(help="'demo', 'smollm2', a Hugging Face folder, or a .gguf file.")] = "demo",
+    model: Annotated[str, typer.Option(help="'demo', 'smollm2', a Hugging Face folder, a .gguf file, or random:SHAPE, of random weights.")] = "demo",
     served_model_name: Annotated[str | None, typer.Option(help="The name that clients use.", show_default="as --model")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's; give an API key with it.")] = ServerConfig.host,
     port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.")] = ServerConfig.port,
@@ -79,20 +79,21 @@ def _stop(*_: object) -> NoReturn:
 
 
 def _serve(model: str, served_model_name: str | None, config: EngineConfig, server_config: ServerConfig) -> None:
-    from atoll import __version__
-    from atoll.engine.build import choose_device, choose_dtype, make_engine
-    from atoll.models.loader import load_model
-    from atoll.server.serve import open_socket
-    from atoll.server.serve import serve as serve_until_signal
-    from atoll.server.service import Service
+    from atoll.server.engine_process import EngineProcess
 
-    # A port that is taken is told before the model is loaded.
-    open_socket(server_config).close()
-    with stderr_console().status(f"loading {model}"):
-        loaded = load_model(model, device=choose_device(config.device), dtype=choose_dtype(config.dtype))
-        engine = make_engine(loaded.model, loaded.config, loaded.tokenizer, config)
-    service = Service(engine, loaded.tokenizer, served_model_name or model, server_config, __version__)
-    serve_until_signal(service, on_listen=lambda address: _say_ready(address, service), on_interrupt=lambda: _say_stopping(server_config.shutdown_s))
+    with EngineProcess(model, config, log_level=server_config.log_level) as engine:
+        # While that loads the model.
+        from atoll import __version__
+        from atoll.server.serve import open_socket
+        from atoll.server.serve import serve as serve_until_signal
+        from atoll.server.service import Service
+
+        # A port that is taken is told before the model is loaded.
+        open_socket(server_config).close()
+        with stderr_console().status(f"loading {model}"):
+            engine.wait_until_ready()
+        service = Service(engine, served_model_name or model, server_config, __version__)
+        serve_until_signal(service, on_listen=lambda address: _say_ready(address, service), on_interrupt=lambda: _say_stopping(server_config.shutdown_s))
 
 
 def _say_ready(address: str, service: "Service") -> None:

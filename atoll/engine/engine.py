@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from atoll.config import SchedulerConfig
 from atoll.engine.constraint import Constraint
 from atoll.engine.output import FinishReason, RequestOutput, StreamPiece, TokenLogprobs
+from atoll.engine.prompts import check_request
 from atoll.engine.request import Request
 from atoll.engine.reuse import PrefixUse
 from atoll.engine.runner import Runner
@@ -73,22 +74,7 @@ class Engine:
 
     def check_request(self, token_ids: list[int], params: SamplingParams, cache_salt: str | None = None) -> None:
         """Raise RequestError for a prompt that this engine cannot take."""
-        limit = self.scheduler.config.max_model_len
-        if not token_ids:
-            raise RequestError("the prompt has 0 tokens, 1 is the least; give some text")
-        if len(token_ids) >= limit:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens, at most {limit - 1} leave room for one more within max_model_len {limit}; "
-                "shorten it, or raise max_model_len (or num_pages, where the pool is what limits it) up to the model's positions"
-            )
-        for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
-                raise RequestError(f"token id {token_id!r} is outside the vocabulary's 0 to {self.vocab_size - 1}; use ids of this model's tokenizer")
-        for token_id in params.stop_token_ids:
-            if token_id >= self.vocab_size:
-                raise RequestError(f"stop token id {token_id} is outside the vocabulary's 0 to {self.vocab_size - 1}; use ids of this model's tokenizer")
-        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-            raise RequestError(f"cache_salt {cache_salt!r} is not a non-empty string; give one, or None to share prefixes with all who give none")
+        check_request(token_ids, params, cache_salt, max_model_len=self.scheduler.config.max_model_len, vocab_size=self.vocab_size)
 
     def check(self) -> None:
         """Recount every page, slot and pin. Raises PoolCorruptError at the first disagreement."""

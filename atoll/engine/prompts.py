@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from atoll.engine.sampling import SamplingParams
 from atoll.engine.text import Tokenizer
 from atoll.errors import RequestError
 
@@ -35,3 +36,22 @@ def check_text(name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(f"{name} {text[:40]!r} holds half of a surrogate pair, which is no text; decode its bytes as UTF-8 with errors='replace'") from error
+
+
+def check_request(token_ids: list[int], params: SamplingParams, cache_salt: str | None, *, max_model_len: int, vocab_size: int) -> None:
+    """Raise RequestError for a prompt that an engine of these limits cannot take."""
+    if not token_ids:
+        raise RequestError("the prompt has 0 tokens, 1 is the least; give some text")
+    if len(token_ids) >= max_model_len:
+        raise RequestError(
+            f"the prompt has {len(token_ids)} tokens, at most {max_model_len - 1} leave room for one more within max_model_len {max_model_len}; "
+            "shorten it, or raise max_model_len (or num_pages, where the pool is what limits it) up to the model's positions"
+        )
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise RequestError(f"token id {token_id!r} is outside the vocabulary's 0 to {vocab_size - 1}; use ids of this model's tokenizer")
+    for token_id in params.stop_token_ids:
+        if token_id >= vocab_size:
+            raise RequestError(f"stop token id {token_id} is outside the vocabulary's 0 to {vocab_size - 1}; use ids of this model's tokenizer")
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+        raise RequestError(f"cache_salt {cache_salt!r} is not a non-empty string; give one, or None to share prefixes with all who give none")

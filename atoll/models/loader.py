@@ -34,6 +34,8 @@ MODELS: dict[str, str] = {
 # Those that are read from GGUF files too.
 _GGUF_MODELS = ("llama", "mistral", "qwen3")
 
+RANDOM = "random:"  # begins the name of a model with random weights; atoll.models.random_model has the shapes
+
 # Multi-token prediction and the image encoder.
 _BESIDE_HYBRIDS = ("mtp.", "model.visual.")
 
@@ -87,13 +89,17 @@ def resolve_model(path_or_name: str) -> Path:
 
 
 def load_model(path_or_name: str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> LoadedModel:
-    """Load config, tokenizer and weights, in that order: a bad file is found before the slow part.
+    """Load config, tokenizer and weights, in that order: a bad file is found before the slow part. `random:SHAPE` makes weights instead.
 
     `dtype` None means `default_dtype(device)`.
     Raises ModelError for a model that is missing, unsupported or damaged.
     """
-    path = resolve_model(path_or_name)
     device = torch.device(device)
+    if _is_random(path_or_name):
+        from atoll.models.random_model import load_random
+
+        return load_random(path_or_name, device, dtype)
+    path = resolve_model(path_or_name)
     config, weights, tokenizer = _open_folder(path, device) if path.is_dir() else _open_gguf(path)
     module, _, attribute = MODELS[config.model_type].partition(":")
     model_class = getattr(importlib.import_module(module), attribute)
@@ -103,8 +109,16 @@ def load_model(path_or_name: str, *, device: torch.device | str = "cpu", dtype: 
 
 def load_config(path_or_name: str) -> ModelConfig:
     """A model's config alone, without its weights. Raises ModelError as `load_model` does."""
+    if _is_random(path_or_name):
+        from atoll.models.random_model import random_config
+
+        return random_config(path_or_name)
     path = resolve_model(path_or_name)
     return _folder_config(path) if path.is_dir() else _open_gguf(path)[0]
+
+
+def _is_random(name: object) -> bool:
+    return isinstance(name, str) and name.startswith(RANDOM)
 
 
 def build_model(model_class: type[ModelT], config: ModelConfig, weights: WeightSource, device: torch.device, dtype: torch.dtype) -> ModelT:

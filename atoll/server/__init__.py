@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server: the engine on a thread of its own, requests around it; import the module you need."""
+"""The OpenAI-compatible HTTP server: the engine in a process of its own, requests around it; import the module you need."""

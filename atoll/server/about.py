@@ -5,7 +5,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from atoll.engine.engine import Engine
 from atoll.engine.prompts import check_text, encode_conversation
 from atoll.errors import RequestError
 from atoll.models.tokenizer import Tokenizer
@@ -93,7 +92,7 @@ async def tokenizer_info(request: Request) -> dict[str, Any]:
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget every prefix; 409 while a request waits or runs."""
     try:
-        await _service(request).loop.call(Engine.reset_prefix_cache)
+        await _service(request).loop.call("reset_prefix_cache")
     except RequestError as error:
         return error_reply(str(error), 409)
     return JSONResponse({"status": "ok"})

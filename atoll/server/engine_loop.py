@@ -1,68 +1,45 @@
-"""Runs the engine on a thread of its own and carries requests in and pieces out; knows no HTTP and no text.
+"""The engine as the event loop sees it: tickets given out, commands sent, reports handed to those they concern; knows no HTTP and no text.
 
-Two threads meet here. The *engine thread* alone touches the engine: it takes commands from an inbox between steps. The *event loop* alone touches tickets: what
-a step yielded is handed to it once per step, so that no client, however slow, is waited for. `_on_engine_` and `_on_loop_` say which thread runs a method.
+Everything here runs on the event loop but `_on_report`, which the link's thread calls: no client, however slow, is waited for.
 """
 
 import asyncio
-import logging
+import itertools
 import math
-import queue
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
-from atoll.engine.engine import Engine
-from atoll.engine.output import StreamPiece
-from atoll.errors import AtollError, OverloadedError, RequestError, UnavailableError
-from atoll.server.metrics import EngineStats, ServerMetrics, Timing
-from atoll.server.ticket import SequenceTask, Ticket
+from atoll.errors import OverloadedError, RequestError, UnavailableError
+from atoll.server.engine_process import EngineLink
+from atoll.server.messages import Abort, Add, Answered, Call, Died, Refuse, Report, SequenceTask, StepDone, Stop, TicketEnded
+from atoll.server.metrics import ServerMetrics
+from atoll.server.ticket import Ticket
 
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 MAX_RETRY_AFTER_S = 60
 
 
-class _Sequence:
-    """What the engine thread knows of a sequence beside the engine."""
-
-    def __init__(self, ticket: Ticket, timing: Timing) -> None:
-        self.ticket = ticket
-        self.timing = timing
-
-
 class EngineLoop:
-    """The engine's thread and its inbox.
+    """Gives out tickets, and keeps those of which the engine may still report.
 
-    Sequences past `max_queued` more than a step holds are refused with OverloadedError. When a step raises, the engine is dead: every open ticket fails with
-    UnavailableError, and so does every later one.
+    Sequences past `max_queued` more than a step holds are refused with OverloadedError. When the engine dies every open ticket fails with UnavailableError,
+    and so does every later one.
     """
 
-    def __init__(self, engine: Engine, *, max_queued: int, metrics: ServerMetrics) -> None:
-        self.max_open = engine.scheduler.config.max_num_seqs + max_queued  # sequences
-        self._engine = engine
+    def __init__(self, link: EngineLink, *, max_queued: int, metrics: ServerMetrics) -> None:
+        self.max_open = link.facts.max_num_seqs + max_queued  # sequences
+        self._link = link
         self._metrics = metrics
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="atoll-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._fault: str | None = None  # why nothing is taken any more
         self._dead = False
-        # Of the engine thread:
-        self._sequences: dict[int, _Sequence] = {}  # by request id
-        self._last_queue_s = 0.0
-        # Of the event loop:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._tickets: set[Ticket] = set()
-        self._calls: set[asyncio.Future[Any]] = set()
         self._num_open = 0  # sequences
+        self._last_queue_s = 0.0
+        self._ids = itertools.count()
+        self._tickets: dict[int, Ticket] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
 
     @property
     def fault(self) -> str | None:
         """Why nothing is taken: the engine has died, or is stopping; None: all is well."""
-        if self._fault is None and self._loop is not None and not self._thread.is_alive():
-            return "the engine's thread has ended"
         return self._fault
 
     @property
@@ -75,9 +52,9 @@ class EngineLoop:
         return self._dead
 
     def start(self) -> None:
-        """Start the thread; what it yields goes to the event loop that runs now."""
+        """Take the link's reports from now on, on the event loop that runs now."""
         self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        self._link.start(self._on_report)
 
     def open(self, num_sequences: int) -> Ticket:
         """A place for so many sequences; close the ticket, whatever happens. Raises RequestError, OverloadedError or UnavailableError."""
@@ -89,165 +66,102 @@ class EngineLoop:
             raise OverloadedError(
                 f"open sequences: {self._num_open}, and {num_sequences} more would pass {self.max_open}, the limit; try again in {wait_s} s", wait_s
             )
-        ticket = Ticket(self, num_sequences)
-        self._tickets.add(ticket)
+        ticket = Ticket(self, next(self._ids), num_sequences)
+        self._tickets[ticket.ticket_id] = ticket
         self._num_open += num_sequences
         return ticket
 
     def submit(self, ticket: Ticket, tasks: list[SequenceTask]) -> None:
         """Queue a ticket's sequences; piece.index counts them."""
         self._check_fault()
-        self._inbox.put(lambda: self._on_engine_add(ticket, tasks))
+        self._link.put(Add(ticket.ticket_id, tasks))
 
     def close(self, ticket: Ticket) -> None:
         """Give a ticket's place back; what still runs of it is aborted."""
-        if ticket in self._tickets:
-            self._tickets.remove(ticket)
-            self._num_open -= ticket.num_sequences
-            if not ticket.is_complete:
-                self._inbox.put(lambda: self._on_engine_abort(ticket))
+        self._num_open -= ticket.num_sequences
+        if ticket.is_over or not ticket.timings:
+            self._tickets.pop(ticket.ticket_id, None)
+        else:
+            # Kept until the engine has told what became of it.
+            self._link.put(Abort(ticket.ticket_id))
 
-    async def call(self, function: Callable[[Engine], T]) -> T:
-        """Run a function between two steps, on the engine's thread. Raises what it raises, or UnavailableError."""
+    async def call(self, name: str) -> Any:
+        """Run one of EngineWorker.calls between two steps. Raises what it raises, or UnavailableError."""
         self._check_fault()
-        done: Future[T] = Future()
-        self._inbox.put(lambda: _resolve(done, function, self._engine))
-        waiting = asyncio.wrap_future(done)
-        self._calls.add(waiting)
+        call_id = next(self._ids)
+        self._calls[call_id] = asyncio.get_running_loop().create_future()
+        self._link.put(Call(call_id, name))
         try:
-            return await waiting
+            return await self._calls[call_id]
         finally:
-            self._calls.discard(waiting)
+            del self._calls[call_id]
 
     def drain(self, deadline_s: float) -> None:
         """Take nothing new, refuse what has not begun, and abort what still runs after the deadline."""
         if self._fault is None and self._loop is not None:
             self._fault = "the server is stopping; send the request elsewhere, or again in a while"
-            self._inbox.put(lambda: self._on_engine_refuse(only_unbegun=True))
-            self._loop.call_later(deadline_s, self._inbox.put, lambda: self._on_engine_refuse(only_unbegun=False))
+            self._link.put(Refuse(only_unbegun=True))
+            self._loop.call_later(deadline_s, self._link.put, Refuse(only_unbegun=False))
 
     async def stop(self) -> None:
-        """Abort everything and end the thread."""
+        """Abort everything and end the engine."""
         self._fault = self._fault or "the server is stopping"
-        self._inbox.put(lambda: self._on_engine_refuse(only_unbegun=False))
-        self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
-        # What the thread handed over last.
+        self._link.put(Refuse(only_unbegun=False))
+        self._link.put(Stop())
+        await asyncio.to_thread(self._link.join)
+        # What the engine reported last.
         await asyncio.sleep(0)
 
     def _check_fault(self) -> None:
         if (fault := self.fault) is not None:
             raise UnavailableError(fault)
 
-    def _run(self) -> None:
-        try:
-            while self._on_engine_serve_inbox():
-                self._on_engine_step()
-        except Exception as error:
-            log.exception("the engine has died")
-            self._on_engine_die(f"the engine has died: {type(error).__name__}: {error}; restart the server")
-
-    def _on_engine_serve_inbox(self) -> bool:
-        """Run what has come in, waiting for it while there is nothing else to do; False: the end."""
-        waits = not self._engine.has_work
-        while True:
-            try:
-                command = self._inbox.get(block=waits)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            waits = False
-            command()
-            self._on_engine_publish()
-
-    def _on_engine_step(self) -> None:
-        if not self._engine.has_work:
-            return
-        began_s = time.monotonic()
-        pieces = self._engine.step()
-        now_s = time.monotonic()
-        for request in self._engine.scheduler.running:
-            self._on_engine_note_begun(self._sequences[request.request_id], began_s)
-        deliveries: list[tuple[Ticket, StreamPiece]] = []
-        for piece in pieces:
-            sequence = self._sequences[piece.request_id]
-            self._on_engine_note_begun(sequence, began_s)
-            self._metrics.note_piece(sequence.timing, piece, now_s)
-            deliveries.append((sequence.ticket, piece))
-            if piece.finished:
-                del self._sequences[piece.request_id]
-        self._on_engine_publish()
-        if deliveries:
-            self._tell_loop(self._on_loop_deliver, deliveries)
-
-    def _on_engine_note_begun(self, sequence: _Sequence, at_s: float) -> None:
-        if sequence.timing.begun_s is None:
-            sequence.timing.begun_s = at_s
-            sequence.ticket.has_begun = True
-            self._last_queue_s = at_s - sequence.timing.arrived_s
-            self._metrics.note_begun(sequence.timing)
-
-    def _on_engine_publish(self) -> None:
-        self._metrics.engine = EngineStats.of(self._engine)
-
-    def _on_engine_add(self, ticket: Ticket, tasks: list[SequenceTask]) -> None:
-        if ticket.is_closed:
-            return
-        try:
-            for index, task in enumerate(tasks):
-                request_id = self._engine.add(task.token_ids, task.params, index=index, cache_salt=task.cache_salt, constraint=task.constraint)
-                self._sequences[request_id] = _Sequence(ticket, Timing(ticket.arrived_s, len(task.token_ids)))
-                ticket.request_ids.append(request_id)
-        except AtollError as error:
-            self._on_engine_fail(ticket, error)
-        except Exception as error:
-            log.exception("a request could not be queued")
-            self._on_engine_fail(ticket, UnavailableError(f"the request could not be queued: {type(error).__name__}: {error}"))
-
-    def _on_engine_fail(self, ticket: Ticket, error: AtollError) -> None:
-        self._on_engine_abort(ticket)
-        self._tell_loop(ticket.fail, error)
-
-    def _on_engine_abort(self, ticket: Ticket) -> None:
-        for request_id in ticket.request_ids:
-            if request_id in self._sequences:
-                sequence = self._sequences.pop(request_id)
-                output = self._engine.abort(request_id)
-                if output is not None:
-                    self._metrics.note_end(sequence.timing, output, time.monotonic())
-
-    def _on_engine_refuse(self, *, only_unbegun: bool) -> None:
-        message = "the server is stopping, and this request " + ("had not begun; send it again in a while" if only_unbegun else "did not finish in time")
-        for ticket in {sequence.ticket for sequence in self._sequences.values()}:
-            if not (only_unbegun and ticket.has_begun):
-                self._on_engine_fail(ticket, UnavailableError(message))
-
-    def _on_engine_die(self, fault: str) -> None:
-        self._fault = fault
-        self._dead = True
-        self._tell_loop(self._on_loop_fail_all, fault)
-
-    def _tell_loop(self, function: Callable[..., None], *arguments: object) -> None:
+    def _on_report(self, report: Report) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(function, *arguments)
+        self._loop.call_soon_threadsafe(self._take, report)
 
-    def _on_loop_deliver(self, deliveries: list[tuple[Ticket, StreamPiece]]) -> None:
-        for ticket, piece in deliveries:
+    def _take(self, report: Report) -> None:
+        match report:
+            case StepDone():
+                self._take_step(report)
+            case TicketEnded():
+                self._take_end(report)
+            case Answered(call_id, value, error):
+                self._metrics.engine = report.stats
+                if (waiting := self._calls.get(call_id)) is not None and not waiting.done():
+                    waiting.set_result(value) if error is None else waiting.set_exception(error)
+            case Died(fault):
+                self._die(fault)
+
+    def _take_step(self, step: StepDone) -> None:
+        self._metrics.engine = step.stats
+        for ticket_id, index in step.begun:
+            timing = self._tickets[ticket_id].timings[index]
+            self._last_queue_s = step.began_s - timing.arrived_s
+            self._metrics.note_begun(timing, step.began_s)
+        for ticket_id, piece in step.pieces:
+            ticket = self._tickets[ticket_id]
+            self._metrics.note_piece(ticket.timings[piece.index], piece, step.ended_s)
             ticket.put(piece)
 
-    def _on_loop_fail_all(self, fault: str) -> None:
-        for ticket in self._tickets:
+    def _take_end(self, end: TicketEnded) -> None:
+        self._metrics.engine = end.stats
+        ticket = self._tickets.get(end.ticket_id)
+        if ticket is None:
+            return
+        for index in end.aborted:
+            self._metrics.note_end(ticket.timings[index], "abort", end.at_s)
+        if end.error is not None:
+            ticket.fail(end.error)
+        if ticket.is_closed:
+            del self._tickets[end.ticket_id]
+
+    def _die(self, fault: str) -> None:
+        self._fault = fault
+        self._dead = True
+        for ticket in self._tickets.values():
             ticket.fail(UnavailableError(fault))
-        for call in self._calls:
+        self._tickets = {ticket_id: ticket for ticket_id, ticket in self._tickets.items() if not ticket.is_closed}
+        for call in self._calls.values():
             if not call.done():
                 call.set_exception(UnavailableError(fault))
-
-
-def _resolve(done: "Future[T]", function: Callable[[Engine], T], engine: Engine) -> None:
-    if not done.set_running_or_notify_cancel():
-        return
-    try:
-        done.set_result(function(engine))
-    except AtollError as error:
-        done.set_exception(error)

@@ -4,6 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
 
@@ -14,10 +15,10 @@ from atoll.engine.constraint import Constraint
 from atoll.engine.output import RequestOutput, StreamPiece
 from atoll.engine.sampling import SamplingParams
 from atoll.errors import AtollError, RequestError
+from atoll.server.messages import SequenceTask
 from atoll.server.protocol import GenerationBody, SchemaFormat, TextFormat
-from atoll.server.replies import DONE, EventStream, error_body, event, status_of, while_connected
+from atoll.server.replies import DONE, EventStream, as_json, error_body, event, status_of, while_connected
 from atoll.server.service import Service
-from atoll.server.ticket import SequenceTask
 from atoll.server.usage import UsageCount
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
@@ -85,7 +86,7 @@ class Reply(ABC, Generic[BodyT]):
             async for pieces in rest:
                 yield self._events_of(pieces)
             if self.body.include_usage:
-                yield event(self._envelope(self.chunk_object, []) | {"usage": self.usage.as_json()})
+                yield self._chunk_event([], {"usage": self.usage.as_json()})
         except AtollError as error:
             yield event(error_body(str(error), status_of(error)))
         yield DONE
@@ -112,7 +113,15 @@ class Reply(ABC, Generic[BodyT]):
             if is_first:
                 choices[0]["prompt_token_ids"] = self.tasks[piece.index].token_ids
         usage = {"usage": self.usage.as_json() if self.body.continuous_usage else None} if self.body.include_usage else {}
-        return b"".join(event(self._envelope(self.chunk_object, [choice]) | usage) for choice in choices)
+        return b"".join(self._chunk_event([choice], usage) for choice in choices)
+
+    def _chunk_event(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> bytes:
+        """The event of an envelope with `more`. Only what differs from chunk to chunk is encoded anew."""
+        return b"".join((self._chunk_head, as_json(choices), *(b',"%s":%s' % (name.encode(), as_json(value)) for name, value in more.items()), b"}\n\n"))
+
+    @cached_property
+    def _chunk_head(self) -> bytes:
+        return event(self._envelope(self.chunk_object, [])).removesuffix(b"[]}\n\n")
 
     def _ending(self, index: int, output: RequestOutput | None) -> dict[str, Any]:
         return {"finish_reason": self.finish_reason(index, output) if output else None, "stop_reason": output.stop_reason if output else None}

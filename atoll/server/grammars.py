@@ -5,6 +5,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from atoll.models.tokenizer import Tokenizer
 MAX_SCHEMA_CHARS = 65_536
 # Lists and objects within each other. The time to compile grows with a power of it: 900 arrays in each other took more than 30 s, 300 objects 5 s (one core).
 MAX_SCHEMA_DEPTH = 64
+# Of the grammars that came to the engine. For a vocabulary of 248,000 one takes 40 ms to write and 16 ms to read (one core), 2 MB as text.
+MAX_KEPT = 32
 
 # What xgrammar holds an answer to. It passes over other words, so they are refused: an answer must not break a schema that was accepted.
 _SUBSCHEMAS = frozenset(("items", "additionalProperties"))
@@ -71,12 +74,25 @@ _BOUNDED_CHARACTER, _STRING_CHARACTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
 _SOURCE_PLACE = re.compile(r"^(\[\S+\] )?(\S+\.cc:\d+: )?")
 
 
-class GrammarConstraint:
-    """An atoll.engine.constraint.Constraint around xgrammar's matcher."""
+@dataclass(frozen=True)
+class PackedConstraint:
+    """A fresh constraint on its way to another process; `Grammars.unpack` makes it one again."""
 
-    def __init__(self, matcher: Any, num_words: int) -> None:
-        self._matcher = matcher
+    compiled: str  # JSON
+
+
+class GrammarConstraint:
+    """An atoll.engine.constraint.Constraint around xgrammar's matcher of a compiled grammar. Pickled, it is packed: before any token has moved it."""
+
+    def __init__(self, compiled: Any, packed: PackedConstraint, num_words: int) -> None:
+        from xgrammar import GrammarMatcher
+
+        self._packed = packed
+        self._matcher = GrammarMatcher(compiled)
         self._words = torch.zeros(1, num_words, dtype=torch.int32)
+
+    def __reduce__(self) -> tuple[type[PackedConstraint], tuple[str]]:
+        return PackedConstraint, (self._packed.compiled,)
 
     def mask(self) -> bytes:
         self._matcher.fill_next_token_bitmask(self._words)
@@ -92,6 +108,11 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._num_words = -(-vocab_size // 32)
+        self._unpack = functools.lru_cache(MAX_KEPT)(self._read)
+
+    def _read(self, compiled: str) -> Any:
+        return self._xgrammar.CompiledGrammar.deserialize_json(compiled, self._vocabulary)
 
     def constraint(self, schema: dict[str, Any] | bool | None) -> GrammarConstraint:
         """For one sequence; None: any JSON object. Raises RequestError for a schema that cannot be compiled, and where xgrammar is not installed."""
@@ -129,7 +150,11 @@ class Grammars:
         return rules.replace(_BOUNDED_CHARACTER, _STRING_CHARACTER)
 
     def _matcher(self, compiled: Any) -> GrammarConstraint:
-        return GrammarConstraint(self._xgrammar.GrammarMatcher(compiled), -(-self._vocab_size // 32))
+        return GrammarConstraint(compiled, PackedConstraint(compiled.serialize_json()), self._num_words)
+
+    def unpack(self, packed: PackedConstraint) -> GrammarConstraint:
+        """The constraint that another process's Grammars of the same vocabulary has made."""
+        return GrammarConstraint(self._unpack(packed.compiled), packed, self._num_words)
 
     @functools.cached_property
     def _xgrammar(self) -> Any:
@@ -143,11 +168,14 @@ class Grammars:
 
     @functools.cached_property
     def _compiler(self) -> Any:
+        return self._xgrammar.GrammarCompiler(self._vocabulary, max_threads=1)
+
+    @functools.cached_property
+    def _vocabulary(self) -> Any:
         xgrammar, tokenizer = self._xgrammar, self._tokenizer
         # To xgrammar a token without text is special: no grammar allows it, but those that end a text.
         pieces = [b"" if token_id in tokenizer.special_token_ids else tokenizer.token_bytes(token_id) for token_id in range(self._vocab_size)]
-        info = xgrammar.TokenizerInfo(pieces, xgrammar.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=list(tokenizer.eos_token_ids))
-        return xgrammar.GrammarCompiler(info, max_threads=1)
+        return xgrammar.TokenizerInfo(pieces, xgrammar.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=list(tokenizer.eos_token_ids))
 
 
 @contextlib.contextmanager

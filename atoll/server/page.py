@@ -45,7 +45,7 @@ async def part(name: str) -> Response:
 async def pool(request: Request) -> dict[str, Any]:
     """The pool, one letter per page; requests, tokens, and what was reused. Answered between two steps of the engine."""
     service: Service = request.app.state.service
-    view = await service.loop.call(PoolView.of)
+    view: PoolView = await service.loop.call("pool_view")
     return {**view.as_json(), "num_generated": service.metrics.num_generated}
 
 

@@ -2,16 +2,18 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from atoll.engine.engine import Engine
 from atoll.kv.page_map import LETTERS, count_kinds
 from atoll.kv.prefix_stats import MissReason
+
+if TYPE_CHECKING:
+    from atoll.engine.engine import Engine
 
 
 @dataclass(frozen=True)
 class PoolView:
-    """The engine between two steps. `of` runs on the engine's thread and copies one byte per page; `as_json` runs elsewhere."""
+    """The engine between two steps. `of` runs beside the engine and copies one byte per page; `as_json` runs in the server."""
 
     pages: str  # a letter for each
     page_size: int  # tokens
@@ -27,7 +29,7 @@ class PoolView:
     time_s: float  # of the monotonic clock
 
     @classmethod
-    def of(cls, engine: Engine) -> "PoolView":
+    def of(cls, engine: "Engine") -> "PoolView":
         scheduler, prefix = engine.scheduler, engine.prefix_stats
         return cls(
             pages=scheduler.ledger.map.text(),

@@ -20,6 +20,8 @@ T = TypeVar("T")
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; for the log
 DONE = b"data: [DONE]\n\n"
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 
 def error_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """OpenAI's error object."""
@@ -76,9 +78,13 @@ def client_gone_reply(_: Request, __: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
+def as_json(value: object) -> bytes:
+    return _encode(value).encode()
+
+
 def event(value: object) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + as_json(value) + b"\n\n"
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:

@@ -121,8 +121,10 @@ def serve(service: Service, *, on_listen: Callable[[str], None], on_interrupt: C
         log.warning("listening on %s without an API key: whoever reaches this machine can use the model", config.host)
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    with _quiet_signals():
-        asyncio.run(make_server(service, on_listen=lambda: on_listen(address), on_interrupt=on_interrupt).serve([listener]))
+    server = make_server(service, on_listen=lambda: on_listen(address), on_interrupt=on_interrupt)
+    # uvloop's where it is installed.
+    with _quiet_signals(), asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(server.serve([listener]))
 
 
 @contextmanager

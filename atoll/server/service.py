@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from atoll.config import ServerConfig
-from atoll.engine.engine import Engine
+from atoll.engine.prompts import check_request
+from atoll.engine.sampling import SamplingParams
 from atoll.errors import AtollError, UnknownModelError
-from atoll.models.tokenizer import Tokenizer
 from atoll.server.engine_loop import EngineLoop
+from atoll.server.engine_process import EngineLink
 from atoll.server.grammars import Grammars
 from atoll.server.metrics import ServerMetrics
 from atoll.server.tool_formats import choose_tool_format
@@ -22,19 +23,18 @@ T = TypeVar("T")
 class Service:
     """One model, served. `start` and `stop` run on the event loop that the server runs on."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, model_name: str, config: ServerConfig, version: str) -> None:
+    def __init__(self, link: EngineLink, model_name: str, config: ServerConfig, version: str) -> None:
         self.version = version
         self.config = config
         self.model_name = model_name
-        self.tokenizer = tokenizer
+        self.tokenizer = link.tokenizer
         self.created_s = int(time.time())
-        self.max_model_len = engine.scheduler.config.max_model_len
-        self.tool_format = choose_tool_format(config.tool_call_parser, tokenizer.chat_template)
-        self.grammars = Grammars(tokenizer, engine.vocab_size)
-        self.vocab_size = engine.vocab_size
-        self.check_request = engine.check_request  # reads only what never changes, so any thread may call it
+        self.max_model_len = link.facts.max_model_len
+        self.vocab_size = link.facts.vocab_size
+        self.tool_format = choose_tool_format(config.tool_call_parser, self.tokenizer.chat_template)
+        self.grammars = Grammars(self.tokenizer, self.vocab_size)
         self.metrics = ServerMetrics(model_name)
-        self.loop = EngineLoop(engine, max_queued=config.max_queued, metrics=self.metrics)
+        self.loop = EngineLoop(link, max_queued=config.max_queued, metrics=self.metrics)
         self._threads = ThreadPoolExecutor(config.num_text_threads, thread_name_prefix="atoll-text")
 
     async def start(self) -> None:
@@ -50,6 +50,10 @@ class Service:
         """Raise UnknownModelError for another model than the one that is served; None is that one."""
         if name is not None and name != self.model_name:
             raise UnknownModelError(f"model {name[:100]!r} is not served here; use {self.model_name!r}, or leave it out")
+
+    def check_request(self, token_ids: list[int], params: SamplingParams, cache_salt: str | None) -> None:
+        """Raise RequestError for a prompt that the engine cannot take; from any thread."""
+        check_request(token_ids, params, cache_salt, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
 
     async def in_thread(self, function: Callable[..., T], *arguments: object, **options: object) -> T:
         """Run work on text beside the event loop and the engine."""

@@ -3,60 +3,48 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from atoll.engine.constraint import Constraint
 from atoll.engine.output import RequestOutput, StreamPiece
-from atoll.engine.sampling import SamplingParams
 from atoll.errors import AtollError, GenerationError, UnavailableError
+from atoll.server.messages import SequenceTask
+from atoll.server.metrics import Timing
 
 if TYPE_CHECKING:
     from atoll.server.engine_loop import EngineLoop
 
 
-@dataclass(frozen=True)
-class SequenceTask:
-    """One sequence to generate."""
-
-    token_ids: list[int]
-    params: SamplingParams
-    cache_salt: str | None = None
-    constraint: Constraint | None = None
-
-
 class Ticket:
     """Made by EngineLoop.open; `with ticket:` closes it, which aborts whatever still runs."""
 
-    def __init__(self, loop: "EngineLoop", num_sequences: int) -> None:
+    def __init__(self, loop: "EngineLoop", ticket_id: int, num_sequences: int) -> None:
+        self.ticket_id = ticket_id
         self.num_sequences = num_sequences
         self.arrived_s = time.monotonic()
+        self.timings: list[Timing] = []  # of its sequences, once they are submitted
         self.is_closed = False
+        self.is_over = False  # the engine holds nothing of it
         self._loop = loop
-        self._num_finished = 0
+        self._num_unfinished = num_sequences
         self._pieces: list[StreamPiece] = []
         self._error: AtollError | None = None
         self._news = asyncio.Event()
-        # Written by the engine's thread:
-        self.request_ids: list[int] = []
-        self.has_begun = False
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the last piece of every sequence has come."""
-        return self._num_finished == self.num_sequences
 
     def submit(self, tasks: list[SequenceTask]) -> None:
         assert len(tasks) == self.num_sequences
+        self.timings = [Timing(self.arrived_s, len(task.token_ids)) for task in tasks]
         self._loop.submit(self, tasks)
 
     def put(self, piece: StreamPiece) -> None:
-        self._num_finished += piece.finished
+        if piece.output is not None:
+            self._num_unfinished -= 1
+            self.is_over = not self._num_unfinished
         if not self.is_closed:
             self._pieces.append(piece)
             self._news.set()
 
     def fail(self, error: AtollError) -> None:
+        self.is_over = True
         self._error = self._error or error
         self._news.set()
 
@@ -81,8 +69,9 @@ class Ticket:
         return [outputs[index] for index in range(self.num_sequences)]
 
     def close(self) -> None:
-        self.is_closed = True
-        self._loop.close(self)
+        if not self.is_closed:
+            self.is_closed = True
+            self._loop.close(self)
 
     def __enter__(self) -> Self:
         return self

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -10,10 +10,12 @@ from typing import Any
 
 import httpx2
 
-from atoll.config import ServerConfig, make_engine_config
+from atoll.config import EngineConfig, ServerConfig, make_engine_config
 from atoll.engine.build import make_engine
 from atoll.engine.engine import Engine
 from atoll.models.loader import LoadedModel, load_model
+from atoll.server.engine_worker import EngineWorker
+from atoll.server.messages import Command, Report, decode, encode
 from atoll.server.serve import make_server, open_socket
 from atoll.server.service import Service
 
@@ -28,13 +30,39 @@ def demo() -> LoadedModel:
     return load_model("demo", device="cpu", dtype=torch.float32)
 
 
+class ThreadLink:
+    """An engine on a thread of this process, spoken to by the same bytes as one in a process of its own."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        self.engine = make_engine(loaded.model, loaded.config, loaded.tokenizer, config)
+        self.tokenizer = loaded.tokenizer
+        self.worker = EngineWorker(self.engine, loaded.tokenizer, lambda report: self._on_report(decode(encode(report))))
+        self.facts = self.worker.facts
+        self._on_report: Callable[[Report], None] = lambda report: None
+        self._thread = threading.Thread(target=self.worker.run, name="atoll-engine", daemon=True)
+
+    def start(self, on_report: Callable[[Report], None]) -> None:
+        self._on_report = on_report
+        self._thread.start()
+
+    def put(self, command: Command) -> None:
+        self.worker.put(decode(encode(command)))
+
+    def join(self) -> None:
+        self._thread.join()
+
+
 @dataclass(frozen=True)
 class Running:
     url: str
     service: Service
-    engine: Engine
+    link: ThreadLink
     http: httpx2.Client
     drain: Any
+
+    @property
+    def engine(self) -> Engine:
+        return self.link.engine
 
     def post(self, path: str, **body: Any) -> httpx2.Response:
         return self.http.post(path, json=body)
@@ -44,20 +72,21 @@ class Running:
         assert response.status_code == 200, response.text
         return response.json()
 
-    def call(self, function: Any) -> Any:
-        """Run a function of the engine on its own thread."""
+    def call(self, function: Callable[[Engine], Any]) -> Any:
+        """Run a function of the engine on its own thread, between two steps."""
+        self.link.worker.calls["test"] = function
         loop = self.service.loop
         assert loop._loop is not None
-        return asyncio.run_coroutine_threadsafe(loop.call(function), loop._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(loop.call("test"), loop._loop).result(60)
 
 
 @contextmanager
 def running_server(engine_options: dict[str, Any] | None = None, **options: Any) -> Iterator[Running]:
     """Stopped at the end in good order; what an engine that is still alive holds then must be nothing."""
     loaded = demo()
-    engine = make_engine(loaded.model, loaded.config, loaded.tokenizer, make_engine_config(ENGINE | (engine_options or {})))
+    link = ThreadLink(loaded, make_engine_config(ENGINE | (engine_options or {})))
     config = ServerConfig(**{"port": 0, "api_key": None, "shutdown_s": 10.0, **options})
-    service = Service(engine, loaded.tokenizer, "demo", config, "0.0")
+    service = Service(link, "demo", config, "0.0")
     ready = threading.Event()
     listener = open_socket(config)
     url = "http://{}:{}".format(*listener.getsockname()[:2])
@@ -67,12 +96,13 @@ def running_server(engine_options: dict[str, Any] | None = None, **options: Any)
     try:
         assert ready.wait(60), "the server did not start"
         with httpx2.Client(base_url=url, timeout=60) as http:
-            yield Running(url, service, engine, http, server.drain)
+            yield Running(url, service, link, http, server.drain)
     finally:
         server.drain()
         thread.join(60)
         listener.close()
     assert not thread.is_alive(), "the server did not stop"
     if not service.loop.is_dead:
-        engine.check()
-        assert not engine.has_work
+        link.engine.check()
+        assert not link.engine.has_work
+        assert not service.loop._tickets and not service.loop.num_open

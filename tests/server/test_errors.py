@@ -78,7 +78,7 @@ def test_a_wrong_completion_is_told(small: Running, body: dict[str, Any], status
         body = body | {"stream": True}
     response = small.http.post("/v1/completions", content=json.dumps(body), headers={"content-type": "application/json"})
     check_error(response, status, says)
-    assert small.service.loop._num_open == 0
+    assert small.service.loop.num_open == 0
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
             assert 1 <= int(refused.headers["retry-after"]) <= 60
             assert server.http.get("/health").status_code == 200
         deadline = time.monotonic() + 30
-        while server.service.loop._num_open and time.monotonic() < deadline:
+        while server.service.loop.num_open and time.monotonic() < deadline:
             time.sleep(0.02)
         assert server.complete(["a", "b", "c"])["choices"]
 

@@ -91,7 +91,7 @@ def fuzz(server: Running, path: str, strategy: st.SearchStrategy[Any], num_bodie
         counts[status] = counts.get(status, 0) + 1
 
     run()
-    assert server.service.loop._num_open == 0
+    assert server.service.loop.num_open == 0
     assert server.http.get("/health").status_code == 200
     return counts
 

@@ -12,7 +12,6 @@ from typer.testing import CliRunner, Result
 from atoll.bench import model as bench
 from atoll.bench.kernel_times import KernelTime, merge_variants, profile_kernels, short_name
 from atoll.bench.model import ModelBenchOptions, ModelRow, make_step, row_lines, run_model
-from atoll.bench.random_model import SHAPES, RandomWeights, make_model
 from atoll.cli import app
 from atoll.engine.build import make_slot_layout
 from atoll.errors import ConfigError
@@ -20,6 +19,7 @@ from atoll.kv.layout import PageLayout
 from atoll.kv.pool import PagePool
 from atoll.kv.slots import SlotPool
 from atoll.models.model_config import config_from_hf
+from atoll.models.random_model import SHAPES, RandomWeights, make_model
 from atoll.ops.quant.formats import KV_FORMATS, KVFormat
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from atoll.bench.serve import ServeOptions, ServeRun, Talk, run_serve
-from atoll.bench.serve_client import Outcome, take_event
+from atoll.bench.serve_client import Outcome, Recording, take_event
 from atoll.bench.serve_data import WORDS, DataOptions, Turn, Vocabulary, arrival_times, find_vocabulary, make_data
 from atoll.bench.serve_report import figures, is_good, max_concurrent, parse_goodput, report_lines
 from atoll.cli import app
@@ -130,6 +130,46 @@ def test_events_without_text_are_no_pieces() -> None:
     assert seen.error == "died"
 
 
+def answer(*, chunked: bool) -> bytes:
+    """As a server sends it: a piece in its own chunk, two in one, one that lies in two."""
+    events = [b"data: %s\n\n" % json.dumps({"choices": [{"text": text}]}).encode() for text in ("a", "b", "c", "d\r\n")]
+    parts = [events[0], events[1] + events[2], events[3][:9], events[3][9:], b'data: {"choices": [], "usage": {"completion_tokens": 4}}\n\ndata: [DONE]\n\n']
+    if not chunked:
+        return b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + b"".join(parts)
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in [*parts, b""])
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_answer_is_read_the_same_however_it_was_cut(chunked: bool) -> None:
+    raw, rng = answer(chunked=chunked), random.Random(0)
+    for num_cuts in (0, 1, 5, len(raw) - 1):
+        cuts = [0, *sorted(rng.sample(range(1, len(raw)), num_cuts)), len(raw)]
+        seen = Recording(0.0, [(float(end), raw[begin:end]) for begin, end in itertools.pairwise(cuts)], end_s=1e6).outcome()
+        assert (seen.text, seen.finished, seen.error, seen.output_tokens) == ("abcd\r\n", True, None, 4)
+        # Each came with the bytes that ended it.
+        ends = [raw.index(b'"%b' % text) for text in (b"a", b"b", b"c", b"d")]
+        assert all(arrival > end for arrival, end in zip(seen.arrivals_s, ends, strict=True))
+        if num_cuts == len(raw) - 1:
+            assert seen.arrivals_s[0] < ends[1] and seen.arrivals_s == sorted(seen.arrivals_s)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "the stream broke off"),
+        (b"SSH-2.0 hello\r\n", "which is no HTTP"),
+        (b"HTTP/1.1 503 No\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nbusy\r\n0\r\n\r\n", "503: busy"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "ValueError"),
+        (b"HTTP/1.1 200 OK\r\n\r\ndata: nonsense\n", "JSONDecodeError"),
+        (b"HTTP/1.1 200 OK\r\n\r\ndata: [1]\n", "AttributeError"),
+        (answer(chunked=True)[:-30], "the stream broke off"),
+    ],
+)
+def test_an_answer_that_is_none_is_told(raw: bytes, message: str) -> None:
+    assert message in (Recording(0.0, [(1.0, raw)] if raw else []).outcome().error or "")
+
+
 # Data
 
 
@@ -238,6 +278,20 @@ def test_concurrency_is_kept() -> None:
         assert server.most_at_once == 3
         load(server, 12)
         assert server.most_at_once > 3
+
+
+def test_clients_leave_where_they_are_told_to() -> None:
+    with fake_server(piece_delay_s=0.01) as server:
+        run = load(server, 60, leave_share=0.5, max_concurrency=4)
+        again = load(server, 60, leave_share=0.5, max_concurrency=4)
+    found = figures(run)
+    assert 15 < found["left"] < 45 and found["failed"] == 0 and found["completed"] == 60 - found["left"]
+    assert found["total_output_tokens"] == 3 * found["completed"]
+    assert "left by their clients" in report_lines(found)[0]
+    # Which of them leave is the seed's matter; one that leaves late may have had its whole answer.
+    assert abs(figures(again)["left"] - found["left"]) <= 20
+    with pytest.raises(ConfigError, match="leave_share 1 is outside 0 to below 1"):
+        load(server, 1, leave_share=1)
 
 
 def test_arrivals_wait_for_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
