@@ -7,8 +7,12 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from typing import ParamSpec, TypeVar
 from unittest import mock
 
+import torch
+
 from atoll.ops.attention import DecodeConfig
 from atoll.probe import BackendAdapter, Case, CaseReport, probe_case
+from atoll.probe.cases import with_flags
+from atoll.probe.kernels import Result, changed_rows, poison_everything
 
 WORKERS = 2
 
@@ -43,3 +47,15 @@ def compiling_pool() -> WorkerPool:
 def probe_interpreted(case: Case, config: DecodeConfig | None, fills: tuple[str, ...]) -> CaseReport:
     """The Triton backend, interpreted, on one case."""
     return probe_case(BackendAdapter("triton", config), case, fills=fills)
+
+
+def rows_changed_by_flag(case: Case, backend: str, config: DecodeConfig | None = None, device: str | torch.device = "cpu") -> int:
+    """Rows of out or lse that have other bits without `mask_unowned_kv`, where all that nobody owns is zeros."""
+
+    def answer(flagged: Case) -> Result:
+        problem = flagged.make(device)
+        run = BackendAdapter(backend, config)(problem)
+        poison_everything(problem, run, "zero", seed=0)
+        return run()
+
+    return int(changed_rows(answer(case), answer(with_flags(case, mask_unowned_kv=False))).sum())

@@ -431,7 +431,8 @@ def _attend_rows(
             b_vs = tl.load(v_scale_ptr + o_vs, mask=m_rows, other=0.0)  # owned: value scales
         else:
             b_vs = tl.load(v_scale_ptr + o_vs)
-        vs_top = tl.max(b_vs, 0)
+        # Of rows that count alone: both flags round alike, whatever the scales of the others.
+        vs_top = tl.max(b_vs if MASK or KIND == FULL else tl.where(m_rows, b_vs, 0.0), 0)
         vs_top = tl.where((vs_top > 0.0) & (vs_top < float("inf")), vs_top, 1.0)
         b_p = b_p * (b_vs / vs_top)[None, :]
         if MASK:
