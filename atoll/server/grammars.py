@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,61 +11,11 @@ import torch
 
 from atoll.errors import RequestError
 from atoll.models.tokenizer import Tokenizer
+from atoll.server.schemas import schema_text
 
-MAX_SCHEMA_CHARS = 65_536
-# Lists and objects within each other. The time to compile grows with a power of it: 900 arrays in each other took more than 30 s, 300 objects 5 s (one core).
-MAX_SCHEMA_DEPTH = 64
 # Of the grammars that came to the engine. For a vocabulary of 248,000 one takes 40 ms to write and 16 ms to read (one core), 2 MB as text.
 MAX_KEPT = 32
 
-# What xgrammar holds an answer to. It passes over other words, so they are refused: an answer must not break a schema that was accepted.
-_SUBSCHEMAS = frozenset(("items", "additionalProperties"))
-_LISTS_OF_SCHEMAS = frozenset(("anyOf", "allOf", "prefixItems"))
-_NAMED_SCHEMAS = frozenset(("properties", "$defs", "definitions"))
-_VALUES = frozenset(
-    (
-        "type",
-        "enum",
-        "const",
-        "required",
-        "minItems",
-        "maxItems",
-        "minLength",
-        "maxLength",
-        "pattern",
-        "format",
-        "minimum",
-        "maximum",
-        "exclusiveMinimum",
-        "exclusiveMaximum",
-        "minProperties",
-        "maxProperties",
-        "$ref",
-    )
-)
-_NOTES = frozenset(("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$id", "$comment"))
-_FORMATS = frozenset(
-    (
-        "email",
-        "date",
-        "time",
-        "date-time",
-        "duration",
-        "ipv4",
-        "ipv6",
-        "hostname",
-        "uuid",
-        "uri",
-        "uri-reference",
-        "uri-template",
-        "json-pointer",
-        "relative-json-pointer",
-    )
-)
-# Lookaround, named and backward references, word boundaries: anything but a plain group.
-_BEYOND_REGULAR = re.compile(r"\(\?(?!:)|\\[1-9bBk]")
-# A quote, a backslash or a control character by itself, or an escape that may be one: xgrammar writes it into the JSON string as it is, which then is no JSON.
-_BEYOND_JSON = re.compile(r'["\x00-\x1f]|\\(?:[\\tnrfvcx0]|u00)')
 # The characters of a string with minLength or maxLength as xgrammar has them, control characters among them, and as JSON has them.
 _BOUNDED_CHARACTER, _STRING_CHARACTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
 
@@ -133,7 +82,7 @@ class Grammars:
     def xml_part(self, schema: dict[str, Any], place: str) -> dict[str, Any]:
         """The part that is a schema's properties as `<parameter=NAME>VALUE</parameter>`. Raises RequestError as `constraint` does."""
         xgrammar = self._xgrammar
-        _schema_text(schema, place)
+        schema_text(schema, place)
         for name in schema.get("properties") or ():
             if not name or set(name) & set("<>\n"):
                 raise RequestError(f"{place} has the property {name!r}, which <parameter=NAME> cannot spell; rename it")
@@ -144,7 +93,7 @@ class Grammars:
 
     def _json_rules(self, schema: dict[str, Any] | bool | None, place: str) -> str:
         """A schema as EBNF; None: any object."""
-        xgrammar, text = self._xgrammar, _schema_text({"type": "object"} if schema is None else schema, place)
+        xgrammar, text = self._xgrammar, schema_text({"type": "object"} if schema is None else schema, place)
         with _told(place):
             rules = str(xgrammar.Grammar.from_json_schema(text, any_whitespace=False))
         return rules.replace(_BOUNDED_CHARACTER, _STRING_CHARACTER)
@@ -186,58 +135,3 @@ def _told(place: str) -> Iterator[None]:
     except (RuntimeError, ValueError, TypeError) as error:
         reason = _SOURCE_PLACE.sub("", str(error)).strip()
         raise RequestError(f"{place} cannot be compiled: {reason}; simplify or mend it") from error
-
-
-def check_schema_size(schema: Any, place: str) -> str:
-    """The schema as text. Raises RequestError for one that is too deep or too large for anything to be done with it."""
-    depth = _depth(schema)
-    if depth > MAX_SCHEMA_DEPTH:
-        raise RequestError(f"{place} is {depth} levels deep, {MAX_SCHEMA_DEPTH} is the limit; give a flatter one")
-    text = json.dumps(schema, ensure_ascii=False)
-    if any("\ud800" <= char <= "\udfff" for char in text):
-        raise RequestError(f"{place} holds half of a surrogate pair, which is no text; send whole characters")
-    if len(text) > MAX_SCHEMA_CHARS:
-        raise RequestError(f"{place} has {len(text)} characters, {MAX_SCHEMA_CHARS} is the limit; give a smaller one")
-    return text
-
-
-def _schema_text(schema: dict[str, Any] | bool, place: str) -> str:
-    text = check_schema_size(schema, place)
-    _check_words(schema, place)
-    return text
-
-
-def _check_words(schema: Any, place: str) -> None:
-    """Raise RequestError for a schema, or one within it, that says more than an answer is held to."""
-    if not isinstance(schema, dict):
-        return
-    for word, value in schema.items():
-        if word in _NAMED_SCHEMAS and isinstance(value, dict):
-            for name, part in value.items():
-                _check_words(part, f"{place}, {word} {name!r}")
-        elif word in _LISTS_OF_SCHEMAS and isinstance(value, list):
-            if word == "allOf" and len(value) > 1:
-                raise RequestError(f"{place} has an allOf of {len(value)}, 1 is the limit; merge them into one schema")
-            for part in value:
-                _check_words(part, f"{place}, {word}")
-        elif word in _SUBSCHEMAS:
-            _check_words(value, f"{place}, {word}")
-        elif word == "format" and (not isinstance(value, str) or value not in _FORMATS):
-            raise RequestError(f"{place} has the format {value!r}, which is none of {', '.join(sorted(_FORMATS))}; use one of these, or a pattern")
-        elif word == "pattern" and isinstance(value, str) and _BEYOND_REGULAR.search(value):
-            raise RequestError(f"{place} has the pattern {value!r} with lookaround, a reference or a word boundary; write it without")
-        elif word == "pattern" and isinstance(value, str) and _BEYOND_JSON.search(value):
-            raise RequestError(f"{place} has the pattern {value!r} with a quote, a backslash or a control character to match; write it without")
-        elif word in ("minLength", "maxLength") and not {"pattern", "format"}.isdisjoint(schema):
-            raise RequestError(f"{place} has {word!r} beside a pattern or format, to which alone an answer is held; put the length into the pattern")
-        elif word not in _VALUES | _NOTES:
-            remedy = "use anyOf" if word == "oneOf" else "leave it out"
-            raise RequestError(f"{place} has {word!r}, to which no answer is held; {remedy}")
-
-
-def _depth(value: Any) -> int:
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        level = [part for one in level if isinstance(one, (dict, list)) for part in (one.values() if isinstance(one, dict) else one)]
-    return depth

@@ -4,8 +4,9 @@ from typing import Any
 
 from atoll.engine.prompts import check_text
 from atoll.errors import RequestError
-from atoll.server.grammars import Grammars, check_schema_size
+from atoll.server.grammars import Grammars
 from atoll.server.protocol import ChatBody, ChatMessage, NamedTool, SchemaFormat, TextFormat, Tool
+from atoll.server.schemas import check_schema_size
 from atoll.server.tool_calls import ToolCallParser
 from atoll.server.tool_formats import OPEN, ToolFormat, read_json
 
