@@ -111,7 +111,8 @@ def _address(log: IO[str]) -> str:
     told = []
     for line in log:
         if match := re.search(r"is served at (\S+)/v1", line):
-            threading.Thread(target=sys.stderr.writelines, args=(log,), daemon=True).start()
+            rest = (line for line in log if not line.startswith("try: "))  # the address is of a server that only this process asks
+            threading.Thread(target=sys.stderr.writelines, args=(rest,), daemon=True).start()
             return match[1]
         told.append(line)
     raise ConfigError(f"the server did not start: {''.join(told).strip()[-500:] or 'it said nothing'}; mend the option or the model that it names")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from atoll.cli.base import stderr_console
+from atoll.cli.base import EXIT_FOUND, stderr_console
 from atoll.cli.flags import EngineFlags, spread
 from atoll.config import EngineConfig, ServerConfig, make_engine_config
 from atoll.errors import ConfigError
@@ -40,7 +40,10 @@ def serve(
     *,
     flags: EngineFlags,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's API has it, until SIGTERM or Ctrl-C."""
+    """Serve a model over HTTP, as OpenAI's API has it, until SIGTERM or Ctrl-C.
+
+    Exits with 1 when the engine has died before that.
+    """
     engine_options = flags.options | {"kv_fill": kv_fill, "seed": seed}
     server_options: dict[str, Any] = {
         "host": host,
@@ -94,6 +97,8 @@ def _serve(model: str, served_model_name: str | None, config: EngineConfig, serv
             engine.wait_until_ready()
         service = Service(engine, served_model_name or model, server_config, __version__)
         serve_until_signal(service, on_listen=lambda address: _say_ready(address, service), on_interrupt=lambda: _say_stopping(server_config.shutdown_s))
+        if service.loop.is_dead:
+            raise typer.Exit(EXIT_FOUND)
 
 
 def _say_ready(address: str, service: "Service") -> None:

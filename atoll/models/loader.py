@@ -71,11 +71,11 @@ def resolve_model(path_or_name: str) -> Path:
     Raises ModelError when nothing is there, or what is there is neither.
     """
     if not isinstance(path_or_name, str):
-        raise ModelError(f"model {path_or_name!r} is a {type(path_or_name).__name__}; give a path or one of the names {', '.join(NAMED_MODELS)} as text")
+        raise ModelError(f"model {path_or_name!r} is a {type(path_or_name).__name__}; give a path or one of the names {_names()} as text")
     if path_or_name in NAMED_MODELS:
         return _packaged_model(path_or_name)
     path = Path(path_or_name).expanduser()
-    remedy = f"give a folder with config.json and safetensors, a .gguf file, or one of the names {', '.join(NAMED_MODELS)}"
+    remedy = f"give a folder with config.json and safetensors, a .gguf file, or one of the names {_names()}"
     try:
         path.stat()
     except (OSError, ValueError) as error:
@@ -115,6 +115,10 @@ def load_config(path_or_name: str) -> ModelConfig:
         return random_config(path_or_name)
     path = resolve_model(path_or_name)
     return _folder_config(path) if path.is_dir() else _open_gguf(path)[0]
+
+
+def _names() -> str:
+    return f"{', '.join(NAMED_MODELS)}, {RANDOM}SHAPE"
 
 
 def _is_random(name: object) -> bool:

@@ -5,7 +5,10 @@ Everything here runs on the event loop but `_on_report`, which the link's thread
 
 import asyncio
 import itertools
+import logging
 import math
+import time
+from dataclasses import replace
 from typing import Any
 
 from atoll.errors import OverloadedError, RequestError, UnavailableError
@@ -13,6 +16,8 @@ from atoll.server.engine_process import EngineLink
 from atoll.server.messages import Abort, Add, Answered, Call, Died, Refuse, Report, SequenceTask, StepDone, Stop, TicketEnded
 from atoll.server.metrics import ServerMetrics
 from atoll.server.ticket import Ticket
+
+log = logging.getLogger(__name__)
 
 MAX_RETRY_AFTER_S = 60
 
@@ -157,9 +162,18 @@ class EngineLoop:
             del self._tickets[end.ticket_id]
 
     def _die(self, fault: str) -> None:
+        if self._dead:
+            # The engine has told why, and now its process has ended.
+            return
+        log.error("%s", fault)
         self._fault = fault
         self._dead = True
+        self._metrics.engine = replace(self._metrics.engine, num_running=0, num_waiting=0, kv_cache_usage=0.0)
+        now_s = time.monotonic()
         for ticket in self._tickets.values():
+            for timing in ticket.timings:
+                if not timing.has_ended:
+                    self._metrics.note_end(timing, "error", now_s)
             ticket.fail(UnavailableError(fault))
         self._tickets = {ticket_id: ticket for ticket_id, ticket in self._tickets.items() if not ticket.is_closed}
         for call in self._calls.values():

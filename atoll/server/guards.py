@@ -55,15 +55,19 @@ class KeyCheck:
     def __init__(self, app: ASGIApp, api_key: str, open_paths: Collection[str]) -> None:
         self._app = app
         self._open_paths = open_paths
-        self._wanted = f"Bearer {api_key}".encode()
+        self._api_key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._open_paths or hmac.compare_digest(_header(scope, b"authorization"), self._wanted):
+        if scope["type"] != "http" or scope["path"] in self._open_paths or self._has_key(scope):
             await self._app(scope, receive, send)
             return
         reply = error_reply("the API key is missing or wrong; send it as 'Authorization: Bearer KEY'", 401, code="invalid_api_key")
         reply.headers["WWW-Authenticate"] = "Bearer"
         await reply(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        scheme, _, key = _header(scope, b"authorization").partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key, self._api_key)
 
 
 def _header(scope: Any, name: bytes) -> bytes:

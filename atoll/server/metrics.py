@@ -26,6 +26,7 @@ class Timing:
     num_prompt_tokens: int
     begun_s: float | None = None  # its first step
     last_piece_s: float | None = None
+    has_ended: bool = False
 
 
 class Histogram:
@@ -86,6 +87,7 @@ class ServerMetrics:
             self.note_end(timing, piece.output.finish_reason, now_s)
 
     def note_end(self, timing: Timing, reason: FinishReason, now_s: float) -> None:
+        timing.has_ended = True
         self._num_ended[reason] += 1
         self._e2e_latency.observe(now_s - timing.arrived_s)
 

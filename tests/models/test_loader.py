@@ -37,7 +37,9 @@ def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -
 
 
 def test_a_missing_path_says_what_is_supported() -> None:
-    with pytest.raises(ModelError, match=r"'no/such/model' does not exist here; give a folder with config\.json and safetensors, a \.gguf file, or .*smollm2"):
+    with pytest.raises(
+        ModelError, match=r"'no/such/model' does not exist here; give a folder with config\.json and safetensors, a \.gguf file, or .*smollm2, random:SHAPE"
+    ):
         load_model("no/such/model")
 
 
@@ -48,7 +50,7 @@ def test_a_path_that_cannot_be_is_missing_too(name: str) -> None:
 
 
 def test_a_model_that_is_no_text_is_named() -> None:
-    with pytest.raises(ModelError, match="model None is a NoneType; give a path or one of the names demo, smollm2 as text"):
+    with pytest.raises(ModelError, match="model None is a NoneType; give a path or one of the names demo, smollm2, random:SHAPE as text"):
         resolve_model(None)  # type: ignore[arg-type]
 
 

@@ -105,7 +105,10 @@ def test_an_engine_that_is_killed_is_found_out_at_once() -> None:
             assert answer.status_code == 503 and "has ended with signal SIGKILL" in answer.json()["error"]["message"]
         assert http.get("/metrics").status_code == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(30) == 1
+        assert process.stderr is not None
+        [told] = process.stderr.read().splitlines()
+        assert "ERROR atoll.server.engine_loop: the engine's process has ended with signal SIGKILL" in told
 
 
 def test_a_signal_to_both_processes_is_the_servers_alone() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from atoll.server.messages import Died
 from tests.server.running import Running, running_server
 
 
@@ -148,13 +149,14 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 
 def test_a_key_is_asked_for() -> None:
     with running_server(api_key="sesame") as server:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "sesame"}):
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer SESAME"}, {"authorization": "sesame"}):
             for path in ("/v1/models", "/metrics", "/openapi.json", "/v1/nothing"):
                 response = server.http.get(path, headers=headers)
                 check_error(response, 401, "the API key is missing or wrong")
                 assert response.headers["www-authenticate"] == "Bearer"
         assert server.http.get("/health").status_code == 200
-        assert server.http.get("/v1/models", headers={"authorization": "Bearer sesame"}).status_code == 200
+        for scheme in ("Bearer", "bearer", "BEARER"):
+            assert server.http.get("/v1/models", headers={"authorization": f"{scheme} sesame"}).status_code == 200
 
 
 def test_an_engine_that_dies_says_so_to_all_who_wait() -> None:
@@ -164,7 +166,8 @@ def test_an_engine_that_dies_says_so_to_all_who_wait() -> None:
         def fail(*_: Any) -> None:
             raise RuntimeError("the device is gone")
 
-        body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        server.complete("a", ignore_eos=True)
+        body = {"prompt": ["a", "b", "c"], "max_tokens": 400, "ignore_eos": True, "stream": True}
         with server.http.stream("POST", "/v1/completions", json=body) as one:
             lines = (line for line in one.iter_lines() if line)
             next(lines)
@@ -175,6 +178,17 @@ def test_an_engine_that_dies_says_so_to_all_who_wait() -> None:
         for response in (server.post("/v1/completions", prompt="a"), server.post("/reset_prefix_cache"), server.http.get("/health")):
             check_error(response, 503, "the engine has died")
         assert server.http.get("/v1/models").status_code == 200
+        server.service.loop._take(Died("the engine's process has ended with exit code 0"))
+        check_error(server.http.get("/health"), 503, "the engine has died: RuntimeError")
+        check_metrics_of_the_dead(server.http.get("/metrics").text)
+
+
+def check_metrics_of_the_dead(text: str) -> None:
+    """Two sequences ran, a third waited, and one had ended well."""
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert f'atoll:{name}{{model_name="demo"}} 0.0' in text
+    for reason, count in (("error", 3), ("length", 1), ("abort", 0)):
+        assert f'atoll:request_success_total{{finished_reason="{reason}",model_name="demo"}} {count:.1f}' in text
 
 
 def test_logits_that_are_no_numbers_end_one_request_alone() -> None:

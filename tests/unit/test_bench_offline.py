@@ -1,6 +1,10 @@
 """The serving benchmark's other side: the engine without a server, under the same load, and both in turn."""
 
+import io
 import json
+import queue
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ from typer.testing import CliRunner
 from atoll.bench.serve import ServeRun
 from atoll.bench.serve_client import Outcome
 from atoll.bench.serve_data import DataOptions
-from atoll.bench.serve_launch import Round, launched_server, ratio, ratio_lines, serve_arguments
+from atoll.bench.serve_launch import Round, _address, launched_server, ratio, ratio_lines, serve_arguments
 from atoll.bench.serve_offline import OfflineOptions, offline_load, run_offline
 from atoll.bench.serve_report import figures
 from atoll.cli import app
@@ -93,6 +97,24 @@ def test_engine_options_become_the_servers() -> None:
     assert serve_arguments({"prefix_caching": True}) == ["--prefix-caching"]
     with pytest.raises(ConfigError, match=r"the server did not start: error: num_pages 1 is below 2"), launched_server("demo", {"num_pages": 1}):
         pass
+
+
+class Told:
+    """In stderr's place."""
+
+    def __init__(self) -> None:
+        self.written: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.written.put(list(lines))
+
+
+def test_the_servers_log_passes_without_a_request_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    monkeypatch.setattr(sys, "stderr", told)
+    log = "loading\ndemo is served at http://127.0.0.1:9/v1, with a page\ntry: curl http://127.0.0.1:9/v1\nERROR: retry: x\nlast\n"
+    assert _address(io.StringIO(log)) == "http://127.0.0.1:9"
+    assert told.written.get(timeout=30) == ["ERROR: retry: x\n", "last\n"]
 
 
 def test_the_command_runs_both_sides_under_the_same_load(tmp_path: Path) -> None:
