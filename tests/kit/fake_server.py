@@ -74,21 +74,15 @@ class _Handler(BaseHTTPRequestHandler):
             state.bodies.append(body)
             state.paths.append(self.path)
             state.keys.append(self.headers["Authorization"])
-            state.at_once += 1
-            state.most_at_once = max(state.most_at_once, state.at_once)
             refusal = state.refusals.pop(0) if state.refusals else None
-        try:
-            if refusal is not None:
-                self._send(refusal, {"error": {"message": "not now"}}, {"Retry-After": "0"})
-            elif self.path == "/reset_prefix_cache":
-                self._send(200, {})
-            elif body.get("stream"):
-                self._stream(body)
-            else:
-                self._whole(body)
-        finally:
-            with state.lock:
-                state.at_once -= 1
+        if refusal is not None:
+            self._send(refusal, {"error": {"message": "not now"}}, {"Retry-After": "0"})
+        elif self.path == "/reset_prefix_cache":
+            self._send(200, {})
+        elif body.get("stream"):
+            self._stream(body)
+        else:
+            self._whole(body)
 
     def _whole(self, body: dict[str, Any]) -> None:
         pieces = self._pieces(body)
@@ -116,9 +110,18 @@ class _Handler(BaseHTTPRequestHandler):
         self._chunk(b"")
 
     def _pieces(self, body: dict[str, Any]) -> list[str]:
-        pieces = self.server_state.say(body)
-        time.sleep(self.server_state.piece_delay_s)
-        return pieces
+        """Open requests are counted here, before a piece leaves: a client that has its answer may ask again before this thread runs on."""
+        state = self.server_state
+        with state.lock:
+            state.at_once += 1
+            state.most_at_once = max(state.most_at_once, state.at_once)
+        try:
+            pieces = state.say(body)
+            time.sleep(state.piece_delay_s)
+            return pieces
+        finally:
+            with state.lock:
+                state.at_once -= 1
 
     def _usage(self, num_pieces: int) -> dict[str, Any] | None:
         if not self.server_state.usage:
