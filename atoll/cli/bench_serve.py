@@ -16,7 +16,7 @@ from atoll.engine.sampling import MAX_SEED
 from atoll.errors import ConfigError
 
 if TYPE_CHECKING:
-    from atoll.bench.serve import ServeRun
+    from atoll.bench.serve import ServeOptions, ServeRun
     from atoll.bench.serve_data import DataOptions
     from atoll.bench.serve_offline import OfflineOptions
 
@@ -154,9 +154,9 @@ def bench_serve(
         raise typer.Exit(EXIT_FOUND)
 
 
-def _backend(path: str) -> str:
+def _backend(load: "ServeOptions") -> str:
     """vLLM's word for it."""
-    return "openai-chat" if path.endswith("/chat/completions") else "openai"
+    return "openai-chat" if load.chat else "openai"
 
 
 def _run_online(
@@ -175,7 +175,7 @@ def _run_online(
         typer.echo("the server has no /tokenize, so lengths of prompts are a guess; the counts are the server's", err=True)
     with _progress(data.num_prompts) as on_request:
         run = run_serve(options, conversations, on_request)
-    take(run, backend=_backend(options.path), base_url=options.endpoint.base_url, model_id=options.endpoint.model)
+    take(run, backend=_backend(options), base_url=options.endpoint.base_url, model_id=options.endpoint.model)
 
 
 def _run_offline(options: "OfflineOptions") -> "ServeRun":
@@ -191,7 +191,7 @@ def _run_both(options: "OfflineOptions", num_rounds: int, take: Callable[..., No
     def on_round(one: Round) -> None:
         if not as_json:
             typer.echo(f"round {one.number + 1} of {num_rounds}, {one.side}:")
-        take(one.run, backend=_backend(options.load.path) if one.side == "server" else "offline", base_url=None, round=one.number)
+        take(one.run, backend=_backend(options.load) if one.side == "server" else "offline", base_url=None, round=one.number)
 
     done = run_both(options, num_rounds, on_round)
     if as_json:

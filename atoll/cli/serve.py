@@ -1,9 +1,6 @@
 """`atoll serve`: the OpenAI-compatible server."""
 
 import logging
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -62,22 +59,14 @@ def serve(
     config = make_engine_config(engine_options)
     server_config = ServerConfig(**server_options)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    with _ends_by_signal():
+    from atoll.server.signals import stop_signals
+
+    with stop_signals(_stop):
         _serve(model, served_model_name, config, server_config)
 
 
-@contextmanager
-def _ends_by_signal() -> Iterator[None]:
-    """Whoever stops a server that still loads has stopped it in good order, as later: the exit code is 0."""
-    previous = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 def _stop(*_: object) -> NoReturn:
+    """Whoever stops a server that still loads has stopped it in good order, as later: the exit code is 0."""
     raise SystemExit(0)
 
 

@@ -6,8 +6,8 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -15,6 +15,7 @@ from atoll.config import EngineConfig
 from atoll.errors import AtollError, UnavailableError
 from atoll.models.tokenizer import Tokenizer
 from atoll.server.messages import Command, Died, EngineFacts, NotReady, Ready, Report, Stop, decode, encode
+from atoll.server.signals import stop_signals
 
 if TYPE_CHECKING:
     from atoll.server.engine_worker import EngineWorker
@@ -135,18 +136,9 @@ class EngineProcess:
         return f"the engine's process has ended with {how}; look into the log, and restart the server"
 
 
-@contextmanager
-def _signals_not_inherited() -> Iterator[None]:
+def _signals_not_inherited() -> AbstractContextManager[None]:
     """A process that is started here ignores both: Ctrl-C and a service manager's SIGTERM reach all processes, and the server decides what they mean."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    return stop_signals(signal.SIG_IGN) if threading.current_thread() is threading.main_thread() else nullcontext()
 
 
 def _run_engine(connection: Connection, model: str, config: EngineConfig, log_level: str) -> None:

@@ -6,8 +6,7 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -16,6 +15,7 @@ from atoll.config import ServerConfig
 from atoll.errors import ConfigError
 from atoll.server.app import make_app
 from atoll.server.service import Service
+from atoll.server.signals import stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -123,16 +123,6 @@ def serve(service: Service, *, on_listen: Callable[[str], None], on_interrupt: C
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     server = make_server(service, on_listen=lambda: on_listen(address), on_interrupt=on_interrupt)
     # uvloop's where it is installed.
-    with _quiet_signals(), asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+    # uvicorn raises a signal anew once it has stopped, which would end the process by it: stopping in good order is no failure.
+    with stop_signals(lambda *_: None), asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(server.serve([listener]))
-
-
-@contextmanager
-def _quiet_signals() -> Iterator[None]:
-    """uvicorn raises a signal anew once it has stopped, which would end the process by it: stopping in good order is no failure."""
-    previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

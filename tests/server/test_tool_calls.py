@@ -15,6 +15,7 @@ from atoll.server.grammars import Grammars
 from atoll.server.tool_calls import CallArguments, CallBegin, ToolCallParser
 from atoll.server.tool_formats import TOOL_FORMATS, choose_tool_format
 from tests.server.running import demo
+from tests.server.walks import random_walk
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "weather": {
@@ -310,12 +311,7 @@ def test_whatever_the_grammar_allows_is_read_as_it_was_meant(name: str) -> None:
     form = {"type": "tag", "begin": tool_format.begin("f"), "content": part, "end": tool_format.end}
     lengths = set()
     for _ in range(30):
-        constraint = grammars.tag_constraint(form)
-        token_ids: list[int] = []
-        while not token_ids or token_ids[-1] not in demo().tokenizer.eos_token_ids:
-            bits = int.from_bytes(constraint.mask(), "little")
-            token_ids.append(draw.choice([token_id for token_id in range(1536) if bits >> token_id & 1]))
-            assert constraint.accept(token_ids[-1])
+        token_ids = random_walk(grammars.tag_constraint(form), draw)
         text = demo().tokenizer.decode(token_ids)
         content, calls = read(list(text), name, is_held=True, has_text=False, schemas={"f": HELD})
         [(_, arguments)] = values(calls)
