@@ -33,6 +33,7 @@ NO_TORCH = (
     "atoll.errors",
     "atoll.config",
     "atoll.kv.guard",
+    "atoll.offload.base",
     "atoll.kv.ledger",
     "atoll.kv.page_map",
     "atoll.kv.slot_ledger",
