@@ -68,6 +68,11 @@ class HostPages:
             return
         self._pinned_by = driver
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the memory has gone back to the system."""
+        return self._memory.closed
+
     def view(self, slot: int) -> memoryview:
         """One slot's bytes, writable."""
         return self.pages[slot].numpy().data

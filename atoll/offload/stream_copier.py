@@ -27,9 +27,8 @@ LOOK_S = 50e-6
 class StreamCopy:
     """A copy between two events of its stream."""
 
-    def __init__(self, device: torch.device) -> None:
-        with torch.cuda.device(device):
-            self.begin, self.end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    def __init__(self) -> None:
+        self.begin, self.end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self.error: str | None = None
 
     def has_ended(self) -> bool:
@@ -41,18 +40,18 @@ class StreamCopy:
 
 
 class StreamCopier:
-    """`host` is pinned for a copy in the background; with memory that is not, a copy may hold its caller up, and is as right."""
+    """Host pages that are not pinned are copied as rightly, but such a copy may hold its caller up."""
 
-    def __init__(self, pool: torch.Tensor, host: torch.Tensor, driver: Driver | None, issue: Issue = "auto") -> None:
+    def __init__(self, pool: torch.Tensor, host: torch.Tensor, driver: Driver | None, issue: Issue = "auto", *, is_pinned: bool) -> None:
         self._pool, self._host = pool, host  # [P, page_bytes], [N, page_bytes] uint8
         self._driver = driver
-        self.issue: Issue = choose_issue(driver, issue, is_pinned=host.is_pinned())
+        self.issue: Issue = choose_issue(driver, issue, is_pinned=is_pinned)
         self._streams = {way: torch.cuda.Stream(pool.device) for way in Way}
         self._last: dict[Way, StreamCopy] = {}
 
     def start(self, way: Way, runs: Runs, fence: Fence) -> StreamCopy:
         assert fence.event is not None, "a fence on a GPU has an event"
-        stream, copy = self._streams[way], StreamCopy(self._pool.device)
+        stream, copy = self._streams[way], StreamCopy()
         stream.wait_event(fence.event)
         with torch.cuda.stream(stream):
             copy.begin.record(stream)

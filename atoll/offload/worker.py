@@ -52,7 +52,7 @@ class TierWorker:
         self._regions = regions
         if regions.device.type == "cuda":
             host.pin()
-            self._copier = StreamCopier(regions.pages, host.pages, load_driver(), self._issue)
+            self._copier = StreamCopier(regions.pages, host.pages, load_driver(), self._issue, is_pinned=host.is_pinned)
         else:
             self._copier = ThreadCopier(regions.pages, host.pages)
 
@@ -70,7 +70,7 @@ class TierWorker:
     def poll(self) -> list[Completion]:
         completions: list[Completion] = []
         for way, flights in self._in_flight.items():
-            # In order: one that has not ended hides none that has.
+            # In order: behind one that has not ended none has.
             while flights and flights[0].copy.has_ended():
                 flight = flights.popleft()
                 if way is Way.LOAD:
@@ -89,6 +89,10 @@ class TierWorker:
         if self._files is not None:
             self._files.close(max(0.0, deadline - time.monotonic()))
         if has_ended:
+            # Whoever holds a view of the memory keeps it.
+            self._copier = None
+            for flights in self._in_flight.values():
+                flights.clear()
             self._host_pages.close()
         else:
             # Memory that a copy still reads or writes must stay; it goes with the process.

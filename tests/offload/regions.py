@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from atoll.offload.base import BlobKind, Completion, Metadata, Span, Transfer
-from atoll.offload.base_worker import Regions, record_fence
+from atoll.offload.base_worker import Fence, Regions, record_fence
 from atoll.offload.host_pages import HostPages
+from atoll.offload.stream_copier import Issue
 from atoll.offload.worker import TierWorker
 
 PAGE_BYTES = 4096
@@ -32,18 +33,28 @@ class Setting:
     """A registered worker between a pool of random bytes and host pages of other random bytes."""
 
     def __init__(
-        self, num_pages: int = 40, num_slots: int = 30, device: torch.device | str = "cpu", *, page_bytes: int = PAGE_BYTES, worker: TierWorker | None = None
+        self,
+        num_pages: int = 40,
+        num_slots: int = 30,
+        device: torch.device | str = "cpu",
+        *,
+        pool: torch.Tensor | None = None,  # instead of random bytes
+        issue: Issue = "auto",
+        worker: TierWorker | None = None,
     ) -> None:
-        self.pool = random_rows(num_pages, 0, device, page_bytes)
+        self.pool = random_rows(num_pages, 0, device) if pool is None else pool
+        page_bytes = self.pool.shape[1]
         self.host = HostPages.anonymous(num_slots, page_bytes)
         self.host.pages.copy_(random_rows(num_slots, 1, page_bytes=page_bytes))
-        self.worker = worker or TierWorker(self.host)
+        self.worker = worker or TierWorker(self.host, issue=issue)
         self.worker.register(Regions(self.pool, image_pages=3))
         self.num_steps = 0
 
-    def run(self, loads: Sequence[Transfer] = (), stores: Sequence[Transfer] = (), note: object = None) -> None:
+    def run(self, loads: Sequence[Transfer] = (), stores: Sequence[Transfer] = (), note: object = None, fence: Fence | None = None) -> None:
+        """A step's transfers, behind all that was issued so far where no fence is given."""
         self.num_steps += 1
-        self.worker.run(Metadata(self.num_steps, loads=tuple(loads), stores=tuple(stores), note=note), record_fence(self.num_steps, self.pool.device))
+        metadata = Metadata(self.num_steps, loads=tuple(loads), stores=tuple(stores), note=note)
+        self.worker.run(metadata, fence or record_fence(self.num_steps, self.pool.device))
 
     def ended(self, count: int) -> list[Completion]:
         """So many completions, waited for."""

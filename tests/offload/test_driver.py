@@ -50,7 +50,7 @@ class FakeCuda:
         if batch == "cuMemcpyBatchAsync_v2":
             functions[batch] = BATCH_V2(self.batch)
         elif batch is not None:
-            functions[batch] = BATCH(lambda *arguments: self.batch(*arguments[:-2], arguments[-1]))
+            functions[batch] = BATCH(self.batch_v1)
         self.driver = Driver(SimpleNamespace(**functions))
 
     def copy(self, target: int, source: int, size: int, stream: int) -> int:
@@ -70,6 +70,10 @@ class FakeCuda:
                 return INVALID
         self.num_calls = 1
         return 0
+
+    def batch_v1(self, targets: Any, sources: Any, sizes: Any, count: int, attributes: Any, firsts: Any, num_attributes: int, failed: Any, stream: int) -> int:
+        failed[0] = 0
+        return self.batch(targets, sources, sizes, count, attributes, firsts, num_attributes, stream)
 
     def register(self, address: int, size: int, flags: int) -> int:
         if self.fail_at is not None or flags != 1:
@@ -127,7 +131,7 @@ def test_a_failed_copy_is_named() -> None:
 
 def test_the_default_stream_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="default stream"):
-        FakeCuda().driver.copy_batch(*(np.zeros(1, np.uint64) for _ in range(3)), 0)
+        FakeCuda().driver.copy_batch(np.zeros(1, np.uint64), np.zeros(1, np.uint64), np.zeros(1, np.uint64), 0)
 
 
 def test_the_issue_that_was_asked_for_or_the_reason() -> None:

@@ -205,7 +205,7 @@ def test_close_drops_what_has_not_begun_and_may_be_called_twice(monkeypatch: pyt
         assert setting.host.num_pages == 30
         may_copy.set()
         setting.worker.close(WAIT_S)
-    assert setting.host.num_pages == 0
+    assert setting.host.num_pages == 0 and setting.host.is_closed
     # Whole or absent.
     pool[[4, 5, 6]] = host[[7, 8, 9]]
     assert torch.equal(setting.pool, pool)
