@@ -14,9 +14,15 @@ How the tiers' sides meet:
   completion of the store that filled them, a load in a later one than the completion of its READ or VERIFY.
 """
 
+import contextlib
+import logging
 import mmap
 
 import torch
+
+from atoll.offload.driver import Driver, load_driver
+
+log = logging.getLogger(__name__)
 
 
 class HostPages:
@@ -24,7 +30,7 @@ class HostPages:
 
     def __init__(self, memory: mmap.mmap, offset: int, num_pages: int, page_bytes: int) -> None:
         self._memory = memory
-        self._pinned = False
+        self._pinned_by: Driver | None = None
         self.pages = torch.frombuffer(memory, dtype=torch.uint8, count=num_pages * page_bytes, offset=offset).view(num_pages, page_bytes)
 
     @classmethod
@@ -42,21 +48,43 @@ class HostPages:
 
     @property
     def is_pinned(self) -> bool:
-        return self._pinned
+        return self._pinned_by is not None
 
     def pin(self) -> None:
-        """Lock the memory for the current CUDA device; a file's pages may be refused, and then stay as they are."""
-        raise NotImplementedError  # the worker's part
+        """Lock the memory for CUDA devices, in a thread that has used one; a file's pages may be refused, and then stay as they are."""
+        driver = load_driver()
+        if driver is None or self.is_pinned or not len(self.pages):
+            return
+        # Not every kernel has huge pages; with them there is less to lock, and it is sooner done.
+        with contextlib.suppress(OSError):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        fault = driver.pin(self.pages.data_ptr(), self.pages.nbytes)
+        if fault is not None:
+            log.warning(
+                "%.2f GB of host pages cannot be pinned (%s): transfers are slow and hold steps up; give less, or a file on a tmpfs such as /dev/shm",
+                self.pages.nbytes / 1e9,
+                fault,
+            )
+            return
+        self._pinned_by = driver
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the memory has gone back to the system."""
+        return self._memory.closed
 
     def view(self, slot: int) -> memoryview:
         """One slot's bytes, writable."""
-        return memoryview(self.pages[slot].numpy())
+        return self.pages[slot].numpy().data
 
     def close(self) -> None:
         """Give the memory back. Nothing may copy any more; whoever else holds a view of it keeps it alive. May be called twice."""
+        if self._pinned_by is not None:
+            fault = self._pinned_by.unpin(self.pages.data_ptr())
+            if fault is not None:
+                log.warning("host pages cannot be unpinned: %s", fault)
+            self._pinned_by = None
         self.pages = torch.empty((0, self.page_bytes), dtype=torch.uint8)
-        try:
+        # A view may be left somewhere; then the mapping goes with it.
+        with contextlib.suppress(BufferError):
             self._memory.close()
-        except BufferError:
-            # A view is left somewhere; the mapping goes with it.
-            pass
