@@ -94,4 +94,6 @@ def _check_holds(num_slots: int, tier: str, num_bytes: int, identity: StoreIdent
     if num_slots < least:
         what = "a page" if least == 1 else f"a state of {least} pages"
         need = (least + 1) * (identity.page_bytes + 64) + 8192
-        raise ConfigError(f"the {tier} tier of {num_bytes} bytes holds {num_slots} pages of {identity.page_bytes} bytes, less than {what}; give {need}B or more")
+        raise ConfigError(
+            f"the {tier} tier of {num_bytes} bytes holds {num_slots} pages of {identity.page_bytes} bytes, less than {what}; give {need}B or more"
+        )

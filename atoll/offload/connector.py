@@ -160,8 +160,9 @@ class TieredConnector:
     def check(self) -> None:
         """Recount both tiers' books. AssertionError where they disagree."""
         moves = self._moves.values()
-        of_host = [blob for work in (*self._loads.values(), *self._stores.values()) for blob in work.blobs if blob is not None]
-        self.host.check(blob for blob in (*of_host, *(move.host for move in moves)) if blob.is_dropped)
+        of_host = [blob for load in self._loads.values() for blob in load.blobs if blob is not None]
+        of_host += [blob for store in self._stores.values() for blob in store.blobs] + [move.host for move in moves]
+        self.host.check(blob for blob in of_host if blob.is_dropped)
         if self.disk is not None:
             self.disk.check(move.disk for move in moves if move.disk is not None and move.disk.is_dropped)
 

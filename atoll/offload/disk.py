@@ -1,5 +1,6 @@
 """Threads that move blobs between host pages and files, and keep the files' records; knows no request and no pool."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -171,8 +172,6 @@ class FileThreads:
     def _void(self, move: Move) -> None:
         for slab, slots in ((self._host_slab, move.host_slots), (self._disk_slab, move.disk_slots)):
             if slab is not None and slots:
-                try:
+                # A record that stays: other bytes that come to lie there will not have its checksum.
+                with contextlib.suppress(OSError):
                     slab.void(slots)
-                except OSError:
-                    # The record stays; other bytes that come to lie there will not have its checksum.
-                    pass

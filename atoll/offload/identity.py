@@ -53,7 +53,7 @@ def make_identity(
         hasher.update(b"none" if scale is None else scale.detach().float().cpu().numpy().tobytes())
     return StoreIdentity(
         model_type=str(getattr(config, "model_type", type(model).__name__)),
-        config=xxh3_128_hexdigest(repr(config)),
+        config=xxh3_128_hexdigest(repr(config).encode()),
         weights=fingerprint(model),
         scales=hasher.hexdigest(),
         dtype=str(dtype).removeprefix("torch."),
