@@ -47,6 +47,9 @@ class EngineConfig:
     state_checkpoint_interval_tokens: int | None = None
     checkpoint_policy: str = "all"  # where states are kept: all, or some of CHECKPOINT_POLICIES, comma-separated
     seed: int = 0  # for requests without a seed of their own
+    # Tiers that keep pages and states that have left the pool, as atoll.offload.options reads them: "host:8GiB,disk:PATH:100GiB"; None: none
+    offload: str | None = None
+    offload_timeout_s: float = 30.0  # seconds that a request waits for what a tier brings, before it computes it
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -72,6 +75,7 @@ class EngineConfig:
             above = (interval // self.page_size + 1) * self.page_size
             raise ConfigError(f"state_checkpoint_interval_tokens {interval} is not a multiple of page_size {self.page_size}; use for example {above}")
         checkpoint_policies(self.checkpoint_policy)
+        _check_offload(self)
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class SchedulerConfig:
     image_pages: int = 0  # pages of one checkpoint; 0: the model keeps no state, or no checkpoint of it
     checkpoint_interval: int = -1  # tokens between the ladder's checkpoints, a multiple of checkpoint_grid; -1: no ladder
     checkpoint_policies: frozenset[str] = frozenset(CHECKPOINT_POLICIES)
+    offload_timeout_s: float = 30.0  # that a request waits for a load before it computes instead
 
     def __post_init__(self) -> None:
         _check_step_budget(self.max_num_batched_tokens, self.max_num_seqs, self.prefill_grid)
@@ -151,8 +156,21 @@ def _check_types(config: EngineConfig) -> None:
         if type(field.default) is bool and type(value) is not bool:
             raise ConfigError(f"{field.name} {value!r} is a {type(value).__name__}, not a bool; give True or False")
         optional = field.default is None
+        if field.type == str | None:
+            continue
         if (optional or type(field.default) is int) and type(value) is not int and not (optional and value is None):
             raise ConfigError(f"{field.name} {value!r} is a {type(value).__name__}, not an integer; give an int{' or None' if optional else ''}")
+
+
+def _check_offload(config: EngineConfig) -> None:
+    """Types and ranges alone; atoll.offload.options knows the tiers."""
+    offload, timeout_s = config.offload, config.offload_timeout_s
+    if offload is not None and (not isinstance(offload, str) or not offload.strip()):
+        raise ConfigError(f"offload {offload!r} names no tier; give for example host:8GiB, or leave it out")
+    if type(timeout_s) not in (int, float) or not 0 < timeout_s < math.inf:
+        raise ConfigError(f"offload_timeout_s {timeout_s!r} is not a number of seconds above 0; give for example 30")
+    if offload is not None and not config.prefix_caching:
+        raise ConfigError(f"offload {offload!r} is given and prefix_caching is off, through which pages come back; leave out one of the two")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

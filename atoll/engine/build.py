@@ -22,6 +22,7 @@ from atoll.kv.pool import PagePool, num_pages_for_bytes
 from atoll.kv.slots import SlotLayout, SlotPool
 from atoll.models.base import HybridModel, Model
 from atoll.models.model_config import ModelConfig
+from atoll.offload.base_worker import Offload, Regions
 from atoll.ops.attention import DecodeSpec, backend_masks_unowned
 from atoll.ops.delta import DeltaSpec
 from atoll.ops.quant.formats import KVFormat
@@ -58,8 +59,11 @@ def choose_dtype(name: str) -> torch.dtype | None:
     return {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def make_engine(model: Model | HybridModel, shape: ModelConfig, tokenizer: Tokenizer, config: EngineConfig) -> Engine:
-    """Raises ConfigError for sizes that do not fit, SpecError or BackendError for a model that no attention backend takes."""
+def make_engine(model: Model | HybridModel, shape: ModelConfig, tokenizer: Tokenizer, config: EngineConfig, offload: Offload | None = None) -> Engine:
+    """`offload`: instead of what config.offload names.
+
+    Raises ConfigError for sizes that do not fit, SpecError or BackendError for a model that no attention backend takes.
+    """
     kv_format = cast(KVFormat, "bf16" if config.kv_format == "auto" else config.kv_format)
     spec = DecodeSpec(shape.num_q_heads, shape.num_kv_heads, shape.head_dim, config.page_size, q_dtype=model.dtype, kv_format=kv_format, window=shape.window)
     masks = backend_masks_unowned(config.attention_backend)
@@ -78,8 +82,10 @@ def make_engine(model: Model | HybridModel, shape: ModelConfig, tokenizer: Token
     slots = SlotPool(slot_layout, config.max_num_seqs, model.device, cast(Fill, config.kv_fill)) if slot_layout is not None else None
     _log_sizes(pool, slots)
     runner_config = RunnerConfig(sizes.max_model_len, sizes.max_num_seqs, config.attention_backend, config.cuda_graphs)
-    runner = Runner(model, spec, pool, runner_config, slots)
-    return Engine(runner, pool, tokenizer, sizes, vocab_size=shape.vocab_size, seed=config.seed, slots=slots, guard=guard)
+    if offload is not None:
+        offload.worker.register(Regions(pool.buffer, sizes.image_pages))
+    runner = Runner(model, spec, pool, runner_config, slots, offload.worker if offload is not None else None)
+    return Engine(runner, pool, tokenizer, sizes, vocab_size=shape.vocab_size, seed=config.seed, slots=slots, guard=guard, offload=offload)
 
 
 def make_guard(config: EngineConfig, num_pages: int, *, masks: bool) -> ReleaseGuard | None:

@@ -1,6 +1,8 @@
 """Drives requests to their end: schedule, run, sample, commit, detokenize; knows no weights and how no prompt was spelled."""
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from atoll.config import SchedulerConfig
@@ -19,8 +21,12 @@ from atoll.kv.guard import ReleaseGuard
 from atoll.kv.pool import PagePool
 from atoll.kv.prefix_stats import PrefixStats
 from atoll.kv.slots import SlotPool
+from atoll.offload.base import ConnectorStats
+from atoll.offload.base_worker import Offload
 
 log = logging.getLogger(__name__)
+
+TRANSFER_WAIT_S = 0.001  # at most, in a step that has nothing to compute
 
 
 @dataclass
@@ -54,13 +60,16 @@ class Engine:
         seed: int = 0,
         slots: SlotPool | None = None,  # of a hybrid model
         guard: ReleaseGuard | None = None,  # told of the pool's releases, for attention that does not mask
+        offload: Offload | None = None,  # where pages and states go besides the pool; the runner has its worker
     ) -> None:
         self.runner = runner
         self.pool = pool
         self.slots = slots
         self.guard = guard
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(config, pool.ledger, slots.ledger if slots is not None else None, guard)
+        self.offload = offload
+        connector = offload.connector if offload is not None else None
+        self.scheduler = Scheduler(config, pool.ledger, slots.ledger if slots is not None else None, guard, connector)
         self.vocab_size = vocab_size
         self.num_steps = 0
         self.num_preemptions = 0
@@ -71,6 +80,22 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def has_pending_transfers(self) -> bool:
+        """Whether `step` is due for the sake of transfers alone."""
+        offloader = self.scheduler.offloader
+        return offloader is not None and (offloader.in_flight or offloader.connector.has_pending_work)
+
+    @property
+    def num_parked(self) -> int:
+        """Requests that wait for a load."""
+        return self.scheduler.num_parked
+
+    @property
+    def offload_stats(self) -> ConnectorStats | None:
+        """What was moved beyond the pool and back so far; None without offload."""
+        return self.offload.connector.stats if self.offload is not None else None
 
     def check_request(self, token_ids: list[int], params: SamplingParams, cache_salt: str | None = None) -> None:
         """Raise RequestError for a prompt that this engine cannot take."""
@@ -86,7 +111,9 @@ class Engine:
         return self.scheduler.cache.stats
 
     def reset_prefix_cache(self) -> None:
-        """Forget every prefix, so that all pages are free; the statistics go on. Raises RequestError while a request waits or runs."""
+        """Forget every prefix, a connector's too, so that all pages are free; the statistics go on. Raises RequestError while a request waits or runs."""
+        if not self.has_work:
+            self.drain_transfers()
         if self.has_work:
             raise RequestError(
                 f"requests that wait or run: {len(self._generations)}, 0 is the limit for a reset of the prefix cache; let them end, or abort them"
@@ -129,13 +156,17 @@ class Engine:
         return request_id
 
     def step(self) -> list[StreamPiece]:
-        """Run one step; what it added, one piece for each request that has a new token."""
+        """Run one step; what it added, one piece for each request that has a new token. While requests wait for a load alone, it waits a little, too."""
         if not self.has_work:
+            self._step_transfers()
             return []
+        self._take_completions()
         step = self.scheduler.schedule()
         result = self.runner.execute(step)
         self.scheduler.commit(step, {row.request_id: self._generations[row.request_id].request for row in step.rows})
-        self.num_steps += 1
+        if not step.rows and self.offload is not None:
+            self.offload.worker.wait(TRANSFER_WAIT_S)
+        self.num_steps += bool(step.rows)
         self.num_preemptions += len(step.preempted)
         for row in step.rows:
             if row.request_id in result.scores:
@@ -160,6 +191,42 @@ class Engine:
         """End every request."""
         for request_id in list(self._generations):
             self.abort(request_id)
+
+    def drain_transfers(self, timeout_s: float = 30.0) -> bool:
+        """Without a request: wait until no page is leased any more; False: some still are after the time."""
+        offloader = self.scheduler.offloader
+        return offloader is None or self._drain(lambda: offloader.in_flight, timeout_s)
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """End every request, let a connector finish what it has begun as far as the time allows, and give its memory back. The engine is not used again."""
+        self.abort_all()
+        if self.offload is not None:
+            self._drain(lambda: self.has_pending_transfers, timeout_s)
+            self.offload.worker.close(TRANSFER_WAIT_S)
+
+    def _drain(self, is_pending: Callable[[], bool], timeout_s: float) -> bool:
+        end_s = time.monotonic() + timeout_s
+        while is_pending():
+            if time.monotonic() >= end_s:
+                return False
+            self._step_transfers()
+        return True
+
+    def _step_transfers(self) -> None:
+        """A step for transfers alone."""
+        if self.offload is None or not self.has_pending_transfers:
+            return
+        self._take_completions()
+        step = self.scheduler.schedule_transfers()
+        self.runner.execute(step)
+        self.scheduler.commit(step, {})
+        self.offload.worker.wait(TRANSFER_WAIT_S)
+        self._take_completions()
+        self._check_idle()
+
+    def _take_completions(self) -> None:
+        if self.offload is not None:
+            self.scheduler.complete(self.offload.worker.poll())
 
     @property
     def _nan_remedy(self) -> str:
@@ -217,6 +284,7 @@ class Engine:
             prompt_logprobs=generation.prompt_logprobs if request.params.prompt_logprobs is not None else None,
             num_preemptions=request.num_preemptions,
             num_cached_tokens=request.prefix.num_cached_tokens or 0,
+            num_fetched_tokens=request.prefix.num_fetched_tokens,
             prefix_misses=dict(request.prefix.misses),
         )
         return _piece(generation, piece, token, output)

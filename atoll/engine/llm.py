@@ -10,6 +10,7 @@ from atoll.engine.output import RequestOutput, StreamPiece
 from atoll.engine.prompts import MESSAGE_EXAMPLE, Message, encode_conversation, encode_prompt
 from atoll.engine.sampling import SamplingParams
 from atoll.errors import RequestError
+from atoll.offload.base_worker import Offload
 
 if TYPE_CHECKING:
     from atoll.models.loader import LoadedModel
@@ -43,11 +44,21 @@ class LLM:
         self.engine: Engine = make_engine(loaded.model, loaded.config, loaded.tokenizer, config)
 
     @classmethod
-    def from_loaded(cls, loaded: "LoadedModel", **options: Any) -> Self:
-        """An LLM around a model that is loaded already, on that model's device and in its dtype."""
+    def from_loaded(cls, loaded: "LoadedModel", halves: Offload | None = None, **options: Any) -> Self:
+        """An LLM around a model that is loaded already, on that model's device and in its dtype; `halves`: a connector of your own (atoll.offload.base)."""
         llm = cls.__new__(cls)
-        llm.engine = make_engine(loaded.model, loaded.config, loaded.tokenizer, make_engine_config(options))
+        llm.engine = make_engine(loaded.model, loaded.config, loaded.tokenizer, make_engine_config(options), halves)
         return llm
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """End every request and, where pages are offloaded, keep what is on its way as far as the time allows. The LLM is not used again."""
+        self.engine.close(timeout_s)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *, cache_salt: str | None = None
@@ -96,6 +107,7 @@ class LLM:
                 yield from self.engine.step()
         finally:
             self.engine.abort_all()
+            self.engine.drain_transfers()
 
     def _tokenize(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None

@@ -33,6 +33,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # one per token of the prompt, None for the first, when asked for
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # of the prompt, reused and not computed when the request was first admitted
+    num_fetched_tokens: int = 0  # of num_cached_tokens, those that were not in the pool and that a connector brought back
     prefix_misses: dict[MissReason, int] = field(default_factory=dict)  # the prompt's other tokens by reason; empty without prefix caching
 
 

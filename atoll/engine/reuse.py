@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from atoll.engine.offloader import Offloader
 from atoll.engine.placement import Placement
 from atoll.engine.step import StateCopy, Step
 from atoll.kv.checkpoint import Checkpoint
@@ -29,6 +30,10 @@ class PrefixUse:
     rolling: Checkpoint | None = None  # the last one that its next will replace
     num_cached_tokens: int | None = None  # reused at its first admission; None before that
     misses: Counter[MissReason] = field(default_factory=Counter)  # the other tokens of its prompt
+    has_fetched: bool = False  # since it last ran: it had its one load, whatever came of it
+    fetch_base: int | None = None  # tokens that were usable when it was first parked; None: it was not, since it last ran
+    fetched_to: int = 0  # tokens up to which a load has brought what was missing
+    num_fetched_tokens: int = 0  # of num_cached_tokens, those that a load brought
 
     @classmethod
     def of_salt(cls, salt: str | None) -> "PrefixUse":
@@ -42,8 +47,9 @@ class PrefixReuse:
     running, between a step and its commit as well.
     """
 
-    def __init__(self, cache: PrefixCache, placement: Placement, page_size: int) -> None:
+    def __init__(self, cache: PrefixCache, placement: Placement, page_size: int, offloader: Offloader | None = None) -> None:
         self.cache = cache
+        self.offloader = offloader  # None: nothing is kept beyond the pool
         self._placement = placement
         self._page_size = page_size
 
@@ -71,10 +77,13 @@ class PrefixReuse:
     def admit(self, request: "Request", step: Step) -> None:
         """Note that a request which has begun runs from this step on: its restore is due before its first row."""
         use, stats = request.prefix, self.cache.stats
+        num_fetched = max(0, min(use.match.num_tokens, use.fetched_to) - use.fetch_base) if use.fetch_base is not None else 0
+        stats.num_fetched += num_fetched
+        use.has_fetched, use.fetch_base, use.fetched_to = False, None, 0
         if use.num_cached_tokens is not None:
             stats.num_resumed += use.match.num_tokens
         elif self.cache.enabled:
-            use.num_cached_tokens, use.misses = use.match.num_tokens, use.match.misses
+            use.num_cached_tokens, use.misses, use.num_fetched_tokens = use.match.num_tokens, use.match.misses, num_fetched
             stats.num_queries += request.num_tokens
             stats.num_hits += use.match.num_tokens
             stats.misses += use.misses
@@ -109,6 +118,8 @@ class PrefixReuse:
         if num_full > use.num_indexed:
             self._name_pages(request, num_full)
             self.cache.index(use.root, use.digests, request.pages, use.num_indexed, num_full)
+            if self.offloader is not None:
+                self.offloader.note_pages(request, use.num_indexed, num_full)
             use.num_indexed = num_full
         if use.restore is not None:
             self.cache.unpin(use.restore, hit=use.restore is not use.rolling)
@@ -117,9 +128,11 @@ class PrefixReuse:
             self._publish(request, use.reserved)
         while use.wanted and use.wanted[0] <= request.num_computed:
             self.cache.forget(self._digest_at(use, use.wanted.pop(0)))
+        if self.offloader is not None:
+            self.offloader.offer(request)
 
-    def release(self, request: "Request") -> None:
-        """Take back everything that a request holds; what it left stays in the cache."""
+    def release(self, request: "Request", *, discard: bool = False) -> None:
+        """Take back everything that a request holds; what it left stays in the cache, and with the connector, unless it is to be discarded."""
         use = request.prefix
         if use.reserved is not None:
             self.cache.cancel(use.reserved)
@@ -131,7 +144,11 @@ class PrefixReuse:
             self.cache.forget(self._digest_at(use, position))
         use.wanted = []
         use.num_indexed = 0
-        self.cache.release(request.pages)
+        pages = request.pages
+        if self.offloader is None or not self.offloader.keep(request, discard=discard):
+            self.cache.release(pages)
+        if discard:
+            self.cache.discard(pages)
         request.pages = []
         request.num_computed = 0
 
@@ -139,10 +156,14 @@ class PrefixReuse:
         use = request.prefix
         use.reserved = None
         is_rolling = checkpoint.position not in use.wanted and not self._placement.is_rung(checkpoint.position)
-        if self.cache.publish(checkpoint) and is_rolling:
+        if not self.cache.publish(checkpoint):
+            return
+        if is_rolling:
             if use.rolling is not None:
                 self.cache.replace(use.rolling)
             use.rolling = checkpoint
+        elif self.offloader is not None:
+            self.offloader.note_state(request, checkpoint)
 
     def _name_pages(self, request: "Request", count: int) -> None:
         digests = request.prefix.digests

@@ -17,6 +17,7 @@ from atoll.kv.images import restore_states, save_states
 from atoll.kv.pool import PagePool
 from atoll.kv.slots import SlotPool
 from atoll.models.base import HybridModel, Model
+from atoll.offload.base_worker import TransferWorker, record_fence
 from atoll.ops.attention import DecodePlan, DecodeSpec, load_backend, plan_decode
 
 LogitsOf = Callable[[torch.Tensor], torch.Tensor]  # rows [N] int64 of the batch -> [N, V] fp32
@@ -61,11 +62,20 @@ class Runner:
     A hybrid model comes with its state slots, any other with None.
     """
 
-    def __init__(self, model: Model | HybridModel, spec: DecodeSpec, pool: PagePool, config: RunnerConfig, slots: SlotPool | None = None) -> None:
+    def __init__(
+        self,
+        model: Model | HybridModel,
+        spec: DecodeSpec,
+        pool: PagePool,
+        config: RunnerConfig,
+        slots: SlotPool | None = None,
+        worker: TransferWorker | None = None,  # of a connector
+    ) -> None:
         self.spec = spec
         self._model = model
         self._pool = pool
         self._slots = slots
+        self._worker = worker
         self._config = config
         self._layers = [pool.layer_kv(layer) for layer in range(pool.layout.num_layers)]
         self._builder = BatchBuilder(pool.device, spec.page_size, -(-config.max_model_len // spec.page_size))
@@ -95,10 +105,12 @@ class Runner:
         """Run a step: the chosen token of each request that samples, and what is asked about prompts.
 
         All of it goes to one stream, so this order is the order in which pages and slots are written: a cleared page may be written by this very step, a
-        restored slot is read by its row, and a saved slot holds what the row left.
+        restored slot is read by its row, and a saved slot holds what the row left. Transfers run beside it, behind a fence that lies after the clears.
         """
         assert self._slots is not None or not (step.restores or step.saves), "a model without states has no images"
-        self._pool.clear(step.clears)
+        self._pool.clear(step.metadata.clears)
+        if self._worker is not None and step.metadata.moves:
+            self._worker.run(step.metadata, record_fence(step.metadata.fence, self.device))
         if self._slots is not None:
             # A sequence begins with a state of zeros, whatever its slot was left with.
             self._slots.clear([row.state_slot for row in step.rows if row.start == 0 and row.state_slot is not None])

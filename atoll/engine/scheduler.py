@@ -6,13 +6,17 @@ that end where a checkpoint is wanted, and the one that ends the sequence), so t
 are scheduled. When none is free, the prefix cache evicts; when it has nothing left, the request that arrived last gives all of its pages back and waits at
 the front with its generated tokens kept. A request begins, at its first admission and after a preemption, behind the longest prefix that the cache has. It
 is admitted only when the pages that are free or can be evicted cover its tokens and those that running requests still have to compute, which keeps
-preemption rare. Of a model that keeps states, each running request holds one state slot, from its admission until it ends or is preempted. Checkpoints are
-reserved last, so none of them costs a running request its pages.
+preemption rare. Where a connector has more of its prefix than the pool, it is parked until that has been loaded. Of a model that keeps states, each running
+request holds one state slot, from its admission until it ends or is preempted. Checkpoints are reserved last, so none of them costs a running request its
+pages.
 """
 
 from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import replace
 
 from atoll.config import SchedulerConfig
+from atoll.engine.offloader import Fetch, Offloader
 from atoll.engine.placement import Placement
 from atoll.engine.request import Request
 from atoll.engine.reuse import PrefixReuse
@@ -22,12 +26,20 @@ from atoll.kv.guard import ReleaseGuard
 from atoll.kv.ledger import PageLedger
 from atoll.kv.prefix import PrefixCache
 from atoll.kv.slot_ledger import SlotLedger
+from atoll.offload.base import Completion, Connector, Metadata
 
 
 class Scheduler:
     """Owns the requests' pages and state slots: they come from `ledger` and `slots` here and go back to them here."""
 
-    def __init__(self, config: SchedulerConfig, ledger: PageLedger, slots: SlotLedger | None = None, guard: ReleaseGuard | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        ledger: PageLedger,
+        slots: SlotLedger | None = None,
+        guard: ReleaseGuard | None = None,
+        connector: Connector | None = None,
+    ) -> None:
         capacity = (ledger.num_pages - 1) * config.page_size
         if config.max_model_len > capacity:
             raise ConfigError(
@@ -50,14 +62,22 @@ class Scheduler:
         enabled = config.prefix_caching and (slots is None or config.image_pages > 0)
         self.cache = PrefixCache(ledger, config.page_size, image_pages=config.image_pages if enabled and slots is not None else 0, enabled=enabled)
         placement = Placement(config.checkpoint_grid, config.checkpoint_interval, config.checkpoint_policies)
-        self._reuse = PrefixReuse(self.cache, placement, config.page_size)
+        # None: nothing is kept beyond the pool.
+        self.offloader = Offloader(connector, self.cache, config.page_size, timeout_s=config.offload_timeout_s) if connector is not None and enabled else None
+        self._reuse = PrefixReuse(self.cache, placement, config.page_size, self.offloader)
         self._step: Step | None = None  # scheduled, not committed
+        self._num_scheduled = 0  # steps, those without rows too
         self.waiting: deque[Request] = deque()  # in order of arrival: preemption takes the latest first and puts it in front
         self.running: list[Request] = []  # in order of arrival
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.num_parked)
+
+    @property
+    def num_parked(self) -> int:
+        """Requests that wait for a load."""
+        return self.offloader.num_parked if self.offloader is not None else 0
 
     def add(self, request: Request) -> None:
         """Queue a request whose `num_tokens` is below max_model_len (Engine.add sees to it)."""
@@ -73,16 +93,22 @@ class Scheduler:
             self.running.remove(request)
             if self._step is not None:
                 _withdraw(self._step, request)
-        else:
+        elif request in self.waiting:
             self.waiting.remove(request)
-        pages = request.pages
-        self._release(request)
-        if discard:
-            self.cache.discard(pages)
+        else:
+            assert self.offloader is not None
+            self.offloader.leave(request)
+        self._release(request, discard=discard)
+
+    def complete(self, completions: Sequence[Completion]) -> None:
+        """Take what transfers have ended; those who waited for a load wait to be admitted again. Not between a step and its commit."""
+        if self.offloader is not None:
+            for request in self.offloader.complete(completions) + self.offloader.expire():
+                self._unpark(request)
 
     def schedule(self) -> Step:
-        """The next step, to be run and committed before another is asked for; never without rows while there is work."""
-        step = self._step = Step()
+        """The next step, to be run and committed before another is asked for. It may be without rows only while requests wait for transfers."""
+        step = Step()
         # Set aside first: however long the prompts, every decoding request gets its token.
         budget = self.config.max_num_batched_tokens - sum(request.num_uncomputed == 1 for request in self.running)
         position = 0
@@ -97,10 +123,12 @@ class Scheduler:
         if not step.preempted:
             self._admit(budget, step)
         self._reuse.save(self.running, step)
-        if self.guard is not None:
-            # Last, so that pages which this round released, and perhaps handed out again, are among them.
-            step.clears.extend(self.guard.take())
-        return step
+        # Last, so that pages which this round released, and perhaps handed out again, are among them.
+        return self._with_metadata(step)
+
+    def schedule_transfers(self) -> Step:
+        """A step without rows: clears and transfers alone."""
+        return self._with_metadata(Step())
 
     def commit(self, step: Step, requests: dict[int, Request]) -> None:
         """Note that a step has run: its rows are computed, and what it saved may be restored."""
@@ -119,23 +147,40 @@ class Scheduler:
         return victim
 
     def reset_prefix_cache(self) -> None:
-        """Forget every prefix. Raises PoolError while a request runs."""
+        """Forget every prefix, the connector's too. Raises PoolError while a request runs, or a page is leased."""
         self.cache.reset()
+        if self.offloader is not None:
+            self.offloader.connector.reset()
 
     def check(self) -> None:
         """Recount pages, slots, images and pins over everybody who may hold them. Raises PoolCorruptError at the first disagreement."""
         pages = [page for request in self.running for page in request.pages]
-        self.ledger.check([*pages, *self.cache.held_pages()])
         uses = [request.prefix for request in self.running]
-        self.cache.check(Counter(use.restore for use in uses if use.restore is not None), [use.reserved for use in uses if use.reserved is not None])
+        pins = Counter(use.restore for use in uses if use.restore is not None)
+        if self.offloader is not None:
+            pages += self.offloader.held_pages()
+            pins += self.offloader.pins()
+        self.ledger.check([*pages, *self.cache.held_pages()])
+        self.cache.check(pins, [use.reserved for use in uses if use.reserved is not None])
         if self.slots is not None:
             self.slots.check([request.state_slot for request in self.running if request.state_slot is not None])
 
     def _admit(self, budget: int, step: Step) -> None:
         reserved = sum(self._pages_missing(request) for request in self.running)
-        while self.waiting and len(self.running) < self.config.max_num_seqs and budget > 0:
+        while self.waiting and len(self.running) + self.num_parked < self.config.max_num_seqs and budget > 0:
             request = self.waiting[0]
             match = self._reuse.look_up(request)
+            fetch = self.offloader.look_up(request, match) if self.offloader is not None else None
+            if self.offloader is not None and fetch is not None:
+                need = fetch.num_new_pages(self.cache.image_pages) + fetch.num_idle if isinstance(fetch, Fetch) else 0
+                if reserved + need <= self.cache.num_available:
+                    if self.offloader.begin(request, fetch, match):
+                        self.waiting.popleft()
+                        continue
+                elif self.running or self.offloader.frees_pages:
+                    return
+                # Else it does without: nothing would ever make room.
+                match = self._reuse.look_up(request)
             reserved += self._pages_missing(request) - len(match.pages)
             if reserved > self.cache.num_available - match.num_evictable:
                 return
@@ -165,9 +210,11 @@ class Scheduler:
         return max(0, end - request.num_computed)
 
     def _append_pages(self, request: Request, count: int, step: Step) -> bool:
-        """Give `request` the pages for `count` more tokens, preempting if it must; False: it was itself the latest, and was preempted."""
+        """Give `request` the pages for `count` more tokens, preempting if it must; False: it waits for leased pages, or was itself the latest and preempted."""
         need = self._pages_for(request.num_computed + count) - len(request.pages)
         while need > self.cache.num_available:
+            if self.offloader is not None and self.offloader.frees_pages:
+                return False
             victim = self.preempt_latest()
             step.preempted.append(victim.request_id)
             if victim is request:
@@ -189,8 +236,23 @@ class Scheduler:
         )
         (step.decodes if count == 1 else step.prefills).append(row)
 
-    def _release(self, request: Request) -> None:
-        self._reuse.release(request)
+    def _unpark(self, request: Request) -> None:
+        position = next((number for number, other in enumerate(self.waiting) if other.request_id > request.request_id), len(self.waiting))
+        self.waiting.insert(position, request)
+
+    def _with_metadata(self, step: Step) -> Step:
+        self._num_scheduled += 1
+        clears = self.guard.take() if self.guard is not None else []
+        if self.offloader is not None:
+            metadata = self.offloader.connector.build_metadata(self._num_scheduled, clears)
+        else:
+            metadata = Metadata(self._num_scheduled, tuple(clears))
+        # The same lists: a request that is withdrawn leaves this step.
+        self._step = replace(step, metadata=metadata)
+        return self._step
+
+    def _release(self, request: Request, *, discard: bool = False) -> None:
+        self._reuse.release(request, discard=discard)
         if self.slots is not None and request.state_slot is not None:
             self.slots.release(request.state_slot)
         request.state_slot = None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from atoll.engine.sampling import SamplingParams
+from atoll.offload.base import NO_METADATA, Metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +51,14 @@ class StateCopy:
 class Step:
     """Rows of one token (`decodes`) and of more (`prefills`), in the order in which they lie in the batch; and what is done to pages and slots around them.
 
-    The order is clears, restores, rows, saves. A step may hold clears and copies alone.
+    The order is clears, the fence behind which transfers start, restores, rows, saves. A step may hold clears, transfers and copies alone.
     """
 
     decodes: list[StepRow] = field(default_factory=list)
     prefills: list[StepRow] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)  # request ids that gave their pages back
-    clears: list[int] = field(default_factory=list)  # pages to zero before anything of this step reads or writes (the guard; empty when off)
+    # Pages to zero before anything of this step reads or writes (the guard; none when off), and what a connector's worker starts behind that.
+    metadata: Metadata = NO_METADATA
     restores: list[StateCopy] = field(default_factory=list)  # image -> slot, before the forward pass
     saves: list[StateCopy] = field(default_factory=list)  # slot -> image, after the forward pass: the slot then holds exactly the image's position
 

@@ -18,6 +18,7 @@ class PageClass(StrEnum):
     FREE = "free"
     KV = "kv"  # held by reference count
     IMAGE = "image"  # one of the pages of a page image: one holder, given back with all the others
+    LEASED = "leased"  # a load in flight may still write it: one holder, and nobody reads it
 
 
 def check_num_pages(num_pages: int) -> None:
@@ -32,7 +33,8 @@ class PageLedger:
     """Who holds which of `num_pages` pages.
 
     A new kv page has one reference; `retain` adds one, `release` takes one away, and the last release frees the page. The pages of an image have one reference
-    each and are neither retained nor released one by one: `allocate_image` and `release_image` move all of them.
+    each and are neither retained nor released one by one: `allocate_image` and `release_image` move all of them. Leased pages have one reference each as well;
+    they become rows (`adopt`), an image (`adopt_image`), or free (`release_leased`) when what writes them has ended.
     Every call checks all its arguments first, so a call that raises has changed nothing. Each costs O(1) per page named.
     The same calls give the same page ids.
 
@@ -101,6 +103,34 @@ class PageLedger:
         del self._images[pages[0]]
         self._free_pages(pages)
 
+    def allocate_leased(self, num_pages: int) -> list[int]:
+        """Hand out `num_pages` free pages for a load to write: all of them, or none.
+
+        Raises OutOfPagesError when fewer are free.
+        """
+        return self._take(num_pages, PageClass.LEASED)
+
+    def adopt(self, pages: Sequence[int]) -> None:
+        """Make leased pages pages of rows, each with one reference. Raises PoolError when any of them is not leased."""
+        self._check_leased(pages)
+        for page in pages:
+            self._set_held(page, PageClass.KV)
+
+    def adopt_image(self, pages: Sequence[int]) -> tuple[int, ...]:
+        """Make leased pages one image's, in this order; returns what `release_image` takes. Raises PoolError when one is not leased, or none is given."""
+        self._check_leased(pages)
+        if not pages:
+            raise PoolError("an image of 0 pages was to be adopted, 1 is the least; a model without states has no image")
+        for page in pages:
+            self._set_held(page, PageClass.IMAGE)
+        self._images[pages[0]] = tuple(pages)
+        return self._images[pages[0]]
+
+    def release_leased(self, pages: Sequence[int]) -> None:
+        """Free leased pages. Raises PoolError when any of them is not leased."""
+        self._check_leased(pages)
+        self._free_pages(pages)
+
     def _take(self, num_pages: int, page_class: PageClass) -> list[int]:
         if num_pages < 0:
             raise PoolError(f"{num_pages} pages were asked for, which is below 0; ask for 0 or more")
@@ -112,9 +142,8 @@ class PageLedger:
         pages = self._free[start:][::-1]
         del self._free[start:]
         for page in pages:
-            self._classes[page] = page_class
+            self._set_held(page, page_class)
             self._ref_counts[page] = 1
-            self.map.mark(page, page_class)
         return pages
 
     def retain(self, pages: Sequence[int]) -> None:
@@ -144,6 +173,10 @@ class PageLedger:
             self._ref_counts[page] -= 1
             if self._ref_counts[page] == 0:
                 self._set_free(page)
+
+    def _set_held(self, page: int, page_class: PageClass) -> None:
+        self._classes[page] = page_class
+        self.map.mark(page, page_class)
 
     def _set_free(self, page: int) -> None:
         """The one way by which a page becomes free, so that no release escapes `on_free`."""
@@ -178,9 +211,9 @@ class PageLedger:
     def _check_page(self, page: int, page_class: PageClass, refs: int, on_free: bool) -> None:
         if (page == NULL_PAGE) != (page_class is PageClass.NULL):
             raise PoolCorruptError(f"page {page} is of class {page_class}; page {NULL_PAGE}, and no other, is the null page")
-        is_held = page_class in (PageClass.KV, PageClass.IMAGE)
-        if (refs >= 1) != is_held or refs < 0 or (page_class is PageClass.IMAGE and refs != 1):
-            raise PoolCorruptError(f"page {page} is of class {page_class} with {refs} references; kv pages have at least 1, an image's 1, all others 0")
+        is_held = page_class in (PageClass.KV, PageClass.IMAGE, PageClass.LEASED)
+        if (refs >= 1) != is_held or refs < 0 or (is_held and page_class is not PageClass.KV and refs != 1):
+            raise PoolCorruptError(f"page {page} is of class {page_class} with {refs} references; kv pages have at least 1, image and leased pages 1, others 0")
         if on_free != (page_class is PageClass.FREE):
             where = "on" if on_free else "off"
             raise PoolCorruptError(f"page {page} is of class {page_class} and {where} the free list; free pages, and no others, are on it")
@@ -218,3 +251,11 @@ class PageLedger:
             raise PoolError(f"page {page} is free and cannot be {verb}; it was given back before, or never allocated")
         if self._classes[page] is PageClass.IMAGE:
             raise PoolError(f"page {page} is an image's and cannot be {verb} by itself; release_image takes all of an image's pages")
+        if self._classes[page] is PageClass.LEASED:
+            raise PoolError(f"page {page} is leased to a load in flight and cannot be {verb}; wait for the load's completion")
+
+    def _check_leased(self, pages: Sequence[int]) -> None:
+        for page, times in Counter(pages).items():
+            self._check_id(page)
+            if self._classes[page] is not PageClass.LEASED or times > 1:
+                raise PoolError(f"page {page} of class {self._classes[page]} is named {times} times as leased; name each page of allocate_leased once")

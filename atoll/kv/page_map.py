@@ -3,7 +3,7 @@
 from collections import Counter
 
 # The page classes, and apart from other kv pages those that the prefix cache has named.
-LETTERS = {"null": "0", "free": ".", "kv": "k", "indexed": "x", "image": "i"}
+LETTERS = {"null": "0", "free": ".", "kv": "k", "indexed": "x", "image": "i", "leased": "l"}
 _CODES = {kind: ord(letter) for kind, letter in LETTERS.items()}
 _KINDS = {code: kind for kind, code in _CODES.items()}
 

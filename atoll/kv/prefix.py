@@ -1,5 +1,6 @@
 """The prefix cache: which prefixes are computed and still in the pool, what of one can be used, what is evicted; knows no tensor and no request."""
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,20 +75,31 @@ class PrefixCache:
 
     def allocate(self, num_pages: int) -> list[int]:
         """Pages for rows, evicting what it must. Raises OutOfPagesError, having evicted nothing, when fewer are available."""
-        if num_pages <= self.num_available:
-            while self.ledger.num_free < num_pages:
-                evicted = self._evict()
-                assert evicted, "pages that can be evicted were counted"
+        self._make_room(num_pages)
         return self.ledger.allocate(num_pages)
+
+    def allocate_leased(self, num_pages: int) -> list[int]:
+        """Pages for a load to write, as `allocate`."""
+        self._make_room(num_pages)
+        return self.ledger.allocate_leased(num_pages)
 
     def acquire(self, match: Match) -> None:
         """Hold a match's pages for a request and pin its checkpoint; `release` and `unpin` undo it."""
-        for page in match.pages:
+        self.hold(match.pages)
+        if match.checkpoint is not None:
+            self.pin(match.checkpoint)
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """Add a holder to pages of the tree, the first ones of one sequence; `release` undoes it."""
+        for page in pages:
             node = self._tree.of_page(page)
             assert node is not None, "nothing was evicted since the match"
             self._hold(node)
-        if match.checkpoint is not None:
-            self._pin(match.checkpoint)
+
+    def resident(self, digests: Sequence[bytes]) -> tuple[list[int], int]:
+        """The leading pages that the tree has, usable or not, and how many of them nobody holds."""
+        nodes = list(itertools.takewhile(bool, map(self._tree.get, digests)))
+        return [node.page for node in nodes if node], sum(not node.is_held for node in nodes if node)
 
     def release(self, pages: Sequence[int]) -> None:
         """Take back a request's pages: free, or kept where the tree has them."""
@@ -204,8 +216,16 @@ class PrefixCache:
     def publish(self, checkpoint: Checkpoint) -> bool:
         """Let matches find a checkpoint, whose copy is ordered before all that comes next. False: its page is not in the tree, and it is gone."""
         del self._reserved[checkpoint.digest]
+        self.stats.num_saved_checkpoints += self._install(checkpoint)
+        return checkpoint.is_published
+
+    def adopt_image(self, digest: bytes, position: int, pages: Sequence[int]) -> None:
+        """Publish the state that a load brought, at the end of an indexed page, unless there is one already."""
+        self._install(Checkpoint(digest, position, self.ledger.adopt_image(pages)))
+
+    def _install(self, checkpoint: Checkpoint) -> bool:
         node = self._tree.get(checkpoint.digest)
-        if node is None:
+        if node is None or node.checkpoint is not None:
             self.ledger.release_image(checkpoint.pages)
             return False
         node.checkpoint = checkpoint
@@ -214,7 +234,6 @@ class PrefixCache:
         self._gone_checkpoints.pop(checkpoint.digest, None)
         self._num_unpinned += 1
         self._use(checkpoint)
-        self.stats.num_saved_checkpoints += 1
         return True
 
     def cancel(self, checkpoint: Checkpoint) -> None:
@@ -290,6 +309,12 @@ class PrefixCache:
 
     # Eviction.
 
+    def _make_room(self, num_pages: int) -> None:
+        if num_pages <= self.num_available:
+            while self.ledger.num_free < num_pages:
+                evicted = self._evict()
+                assert evicted, "pages that can be evicted were counted"
+
     def _evict(self, limit: float | None = None) -> bool:
         """Evict one page, or one image whole; False: nothing of a priority up to `limit` is left."""
         item = self._queue.pop(limit)
@@ -332,7 +357,8 @@ class PrefixCache:
         self._tree.set_held(node, True)
         self._queue.discard(node)
 
-    def _pin(self, checkpoint: Checkpoint) -> None:
+    def pin(self, checkpoint: Checkpoint) -> None:
+        """Keep a published checkpoint until `unpin`; whoever pins it holds its pages too."""
         if not checkpoint.num_pins:
             self._num_unpinned -= 1
             self._queue.discard(checkpoint)

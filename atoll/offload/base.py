@@ -74,6 +74,9 @@ class Metadata:
         return bool(self.loads or self.stores or self.note is not None)
 
 
+NO_METADATA = Metadata(fence=0)
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A transfer has ended; nothing reads or writes its pages on its behalf any more."""

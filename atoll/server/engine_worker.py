@@ -78,7 +78,7 @@ class EngineWorker:
 
     def _serve_inbox(self) -> bool:
         """Run what has come in, waiting for it while there is nothing else to do; False: the end."""
-        waits = not self._engine.has_work
+        waits = not (self._engine.has_work or self._engine.has_pending_transfers)
         while True:
             try:
                 command = self._inbox.get(block=waits)
@@ -104,7 +104,7 @@ class EngineWorker:
 
     def _step(self) -> None:
         engine = self._engine
-        if not engine.has_work:
+        if not (engine.has_work or engine.has_pending_transfers):
             return
         began_s = time.monotonic()
         pieces = engine.step()

@@ -33,7 +33,7 @@ class Shadow:
         self.states: dict[int, int | None] = {}
 
     def execute(self, step: Step, requests: dict[int, Request]) -> None:
-        for page in step.clears:
+        for page in step.metadata.clears:
             self._write_page(page, None)
         for row in step.rows:
             if row.start == 0 and row.state_slot is not None:

@@ -14,6 +14,7 @@ from atoll.engine.runner import Runner, StepResult
 from atoll.engine.step import SampleTask, StateCopy, Step, StepRow
 from atoll.kv import PagePool, SlotPool, num_image_pages
 from atoll.models import LoadedModel, load_model
+from atoll.offload.base import NO_METADATA, Metadata
 from tests.engine.tiny import make_llm
 from tests.kit.waits import no_waits
 from tests.models.hybrids import CASES
@@ -21,6 +22,10 @@ from tests.models.tiny import make_folder
 
 TOKENS = [int(token) for token in torch.randint(0, 250, (140,), generator=torch.Generator().manual_seed(0))]
 TASK = SampleTask(SamplingParams(temperature=0), seed=0, index=0)
+
+
+def clears(pages: list[int]) -> Metadata:
+    return Metadata(0, tuple(pages))
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +116,7 @@ def test_an_image_saved_and_restored_in_steps_without_rows(loaded: LoadedModel, 
     assert execute(Step(saves=[StateCopy(0, driver.image())])) == StepResult()
     assert execute(Step(restores=[StateCopy(3, driver.image())])) == StepResult()
     assert torch.equal(driver.slots.buffer[3], driver.slots.buffer[0])
-    assert execute(Step(clears=[5, 6, *driver.image()])) == StepResult()
+    assert execute(Step(metadata=clears([5, 6, *driver.image()]))) == StepResult()
     assert not driver.pool.buffer[[5, 6, *driver.image()]].any()
     assert bool((driver.pool.buffer[7] == 0xFF).all())
 
@@ -143,7 +148,7 @@ def test_clears_and_copies_do_not_wait_for_the_gpu(tmp_path: Path, monkeypatch: 
     make_folder(tmp_path, **CASES["qwen3_5"] | {"eos_token_id": None})
     driver = Driver(load_model(str(tmp_path), device="cuda", dtype=torch.bfloat16), monkeypatch, kv_format="bf16")
     image = driver.image()
-    step = Step(clears=[*image, 5], restores=[StateCopy(1, image)], saves=[StateCopy(2, driver.image(150))])
+    step = Step(metadata=clears([*image, 5]), restores=[StateCopy(1, image)], saves=[StateCopy(2, driver.image(150))])
     # Compiles the kernel.
     driver.llm.engine.runner.execute(step)
     with no_waits():
@@ -172,7 +177,7 @@ def order_of(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(runner_module, name, recorded(name, getattr(runner_module, name)))
     monkeypatch.setattr(Runner, "_forward", recorded("forward", Runner._forward))
     saved = driver.image(100)
-    driver.run(0, 64, 0, PAGES, clears=[*PAGES, 3], restores=[StateCopy(1, saved)], saves=[StateCopy(0, driver.image(150))])
+    driver.run(0, 64, 0, PAGES, metadata=clears([*PAGES, 3]), restores=[StateCopy(1, saved)], saves=[StateCopy(0, driver.image(150))])
     return log
 
 
@@ -186,7 +191,7 @@ def test_a_step_runs_in_order(loaded: LoadedModel, monkeypatch: pytest.MonkeyPat
 def handed_out_again(driver: Driver) -> list[torch.Tensor]:
     """A step that clears the pages of its own row and image, as when the round that freed them handed them out again; then the rest, resumed."""
     image = driver.image()
-    driver.run(0, 64, 0, PAGES, clears=[*PAGES, *image], saves=[StateCopy(0, image)])
+    driver.run(0, 64, 0, PAGES, metadata=clears([*PAGES, *image]), saves=[StateCopy(0, image)])
     rest(driver, 64, 1, restores=[StateCopy(1, image)])
     return driver.logits
 
@@ -202,15 +207,15 @@ def test_control_clears_that_come_late_show(loaded: LoadedModel, late: str, monk
     execute, run_rows = Runner.execute, Runner._run_rows
 
     def reordered(self: Runner, step: Step) -> Any:
-        without = replace(step, clears=[])
+        without = replace(step, metadata=NO_METADATA)
         if late == "after the rows":
-            monkeypatch.setattr(Runner, "_run_rows", lambda self, step: (run_rows(self, step), self._pool.clear(clears))[0])
+            monkeypatch.setattr(Runner, "_run_rows", lambda self, step: (run_rows(self, step), self._pool.clear(cleared))[0])
         if late == "after the restores":
-            monkeypatch.setattr(Runner, "_run_rows", lambda self, step: (self._pool.clear(clears), run_rows(self, step))[1])
-        clears = step.clears
+            monkeypatch.setattr(Runner, "_run_rows", lambda self, step: (self._pool.clear(cleared), run_rows(self, step))[1])
+        cleared = step.metadata.clears
         sampled = execute(self, without)
         if late == "after the saves":
-            self._pool.clear(clears)
+            self._pool.clear(cleared)
         return sampled
 
     monkeypatch.setattr(Runner, "execute", reordered)

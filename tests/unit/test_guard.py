@@ -73,15 +73,15 @@ def test_a_finished_requests_pages_are_cleared_by_the_next_step() -> None:
     scheduler, _ = make_scheduler(20)
     first = make_request(0, 10)
     scheduler.add(first)
-    assert scheduler.schedule().clears == []
+    assert scheduler.schedule().metadata.clears == ()
     pages = list(first.pages)
     scheduler.finish(first)
     scheduler.add(make_request(1, 5))
     step = scheduler.schedule()
-    assert sorted(step.clears) == sorted(pages)
+    assert sorted(step.metadata.clears) == sorted(pages)
     # Handed out again in the very step that clears them.
-    assert set(step.rows[0].pages) <= set(step.clears)
-    assert scheduler.schedule().clears == []
+    assert set(step.rows[0].pages) <= set(step.metadata.clears)
+    assert scheduler.schedule().metadata.clears == ()
 
 
 def test_pages_that_this_round_preempts_are_cleared_in_this_step() -> None:
@@ -97,8 +97,8 @@ def test_pages_that_this_round_preempts_are_cleared_in_this_step() -> None:
         scheduler.commit(step, dict(enumerate(requests)))
         for request in requests:
             request.output_token_ids.append(7)
-    assert step.preempted == [1] and sorted(step.clears) == sorted(lost)
-    assert set(step.rows[0].pages) & set(step.clears), "the page that the first one needed was the second one's"
+    assert step.preempted == [1] and sorted(step.metadata.clears) == sorted(lost)
+    assert set(step.rows[0].pages) & set(step.metadata.clears), "the page that the first one needed was the second one's"
 
 
 def test_without_a_guard_no_step_clears() -> None:
@@ -108,4 +108,4 @@ def test_without_a_guard_no_step_clears() -> None:
     scheduler.schedule()
     scheduler.finish(request)
     scheduler.add(make_request(1, 5))
-    assert scheduler.schedule().clears == []
+    assert scheduler.schedule().metadata.clears == ()

@@ -56,7 +56,7 @@ def test_a_reset_frees_what_was_named() -> None:
 
 def test_counts_add_up_to_the_pool() -> None:
     counts = count_kinds("0xxkii..")
-    assert counts == {"null": 1, "indexed": 2, "kv": 1, "image": 2, "free": 2} and set(counts) == set(LETTERS)
+    assert counts == {"null": 1, "indexed": 2, "kv": 1, "image": 2, "free": 2, "leased": 0} and set(counts) == set(LETTERS)
 
 
 @pytest.mark.parametrize(("lost", "fault"), [("indexed", "0 pages are indexed on the map, 2 are in the tree"), ("kv", "of class kv and free on the map")])
