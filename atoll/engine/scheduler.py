@@ -3,16 +3,17 @@
 Policy, in one paragraph. Running requests come first, in order of arrival, one token each for those that decode, chunks for those whose tokens are not all
 computed; what the token budget leaves goes to waiting requests, first come first served. Chunks end on a fixed grid counted from position 0 (but for those
 that end where a checkpoint is wanted, and the one that ends the sequence), so that how a prompt is cut depends on little else. Pages are appended as rows
-are scheduled. When none is free, the prefix cache evicts; when it has nothing left, the request that arrived last gives all of its pages back and waits at
-the front with its generated tokens kept. A request begins, at its first admission and after a preemption, behind the longest prefix that the cache has. It
+are scheduled. When none is free, the prefix cache evicts; when it has nothing left, the request that arrived last gives all of its pages back and waits
+again, in order of arrival, with its generated tokens kept. A request begins, at its first admission and after a preemption, behind the longest prefix that the cache has. It
 is admitted only when the pages that are free or can be evicted cover its tokens and those that running requests still have to compute, which keeps
 preemption rare. Where a connector has more of its prefix than the pool, it is parked until that has been loaded. Of a model that keeps states, each running
 request holds one state slot, from its admission until it ends or is preempted. Checkpoints are reserved last, so none of them costs a running request its
 pages.
 """
 
+from bisect import insort
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import replace
 
 from atoll.config import SchedulerConfig
@@ -67,7 +68,7 @@ class Scheduler:
         self._reuse = PrefixReuse(self.cache, placement, config.page_size, self.offloader)
         self._step: Step | None = None  # scheduled, not committed
         self._num_scheduled = 0  # steps, those without rows too
-        self.waiting: deque[Request] = deque()  # in order of arrival: preemption takes the latest first and puts it in front
+        self.waiting: deque[Request] = deque()  # in order of arrival
         self.running: list[Request] = []  # in order of arrival
 
     @property
@@ -104,7 +105,7 @@ class Scheduler:
         """Take what transfers have ended; those who waited for a load wait to be admitted again. Not between a step and its commit."""
         if self.offloader is not None:
             for request in self.offloader.complete(completions) + self.offloader.expire():
-                self._unpark(request)
+                _enqueue(self.waiting, request)
 
     def schedule(self) -> Step:
         """The next step, to be run and committed before another is asked for. It may be without rows only while requests wait for transfers."""
@@ -139,11 +140,11 @@ class Scheduler:
             self._reuse.commit(request)
 
     def preempt_latest(self) -> Request:
-        """Stop the request that arrived last among those that run: it waits in front, without pages and slot. Not between a step and its commit."""
+        """Stop the request that arrived last among those that run: it waits again, without pages and slot. Not between a step and its commit."""
         victim = self.running.pop()
         self._release(victim)
         victim.num_preemptions += 1
-        self.waiting.appendleft(victim)
+        _enqueue(self.waiting, victim)
         return victim
 
     def reset_prefix_cache(self) -> None:
@@ -189,7 +190,8 @@ class Scheduler:
             if not count:
                 self._reuse.release(request)
                 return
-            self.running.append(self.waiting.popleft())
+            # One that was parked may have arrived before others that run already.
+            _enqueue(self.running, self.waiting.popleft())
             request.state_slot = self.slots.allocate() if self.slots is not None else None
             self._reuse.admit(request, step)
             num_pages = len(request.pages)
@@ -236,10 +238,6 @@ class Scheduler:
         )
         (step.decodes if count == 1 else step.prefills).append(row)
 
-    def _unpark(self, request: Request) -> None:
-        position = next((number for number, other in enumerate(self.waiting) if other.request_id > request.request_id), len(self.waiting))
-        self.waiting.insert(position, request)
-
     def _with_metadata(self, step: Step) -> Step:
         self._num_scheduled += 1
         clears = self.guard.take() if self.guard is not None else []
@@ -263,6 +261,11 @@ class Scheduler:
     def _pages_missing(self, request: Request) -> int:
         """Pages that `request` needs, besides its own, until its next token has been computed too."""
         return self._pages_for(request.num_tokens + 1) - len(request.pages)
+
+
+def _enqueue(queue: MutableSequence[Request], request: Request) -> None:
+    """Put a request among others in order of arrival."""
+    insort(queue, request, key=lambda one: one.request_id)
 
 
 def _withdraw(step: Step, request: Request) -> None:

@@ -298,7 +298,7 @@ def test_aborts_at_every_step_give_every_page_back_and_disturb_nobody() -> None:
 
 
 def test_control_an_abort_that_keeps_a_page_is_found_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    def leaky(self: Scheduler, request: Request) -> None:
+    def leaky(self: Scheduler, request: Request, *, discard: bool = False) -> None:
         self.cache.release(request.pages[:-1])
         request.pages, request.num_computed = [], 0
 

@@ -166,9 +166,9 @@ def test_scheduling_needs_no_torch() -> None:
 
 def test_a_scheduler_that_forgets_a_page_is_found() -> None:
     class Leaky(Scheduler):
-        def _release(self, request: Request) -> None:
+        def _release(self, request: Request, *, discard: bool = False) -> None:
             request.pages = request.pages[1:]
-            super()._release(request)
+            super()._release(request, discard=discard)
 
     scheduler = Leaky(make_scheduler().config, PageLedger(65))
     driver = Driver(scheduler)
@@ -206,9 +206,9 @@ def test_a_preempted_request_gives_its_slot_back_and_starts_anew() -> None:
 
 def test_a_scheduler_that_forgets_a_slot_is_found() -> None:
     class Leaky(Scheduler):
-        def _release(self, request: Request) -> None:
+        def _release(self, request: Request, *, discard: bool = False) -> None:
             request.state_slot = None
-            super()._release(request)
+            super()._release(request, discard=discard)
 
     slots = SlotLedger(4)
     driver = Driver(Leaky(make_scheduler().config, PageLedger(65), slots))
