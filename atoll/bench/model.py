@@ -157,7 +157,7 @@ def _measure(row: ModelRow, model: Model | HybridModel, config: ModelConfig, opt
     layout, slot_layout = _page_layout(config, options), make_slot_layout(config, model.dtype)
     pool = PagePool(layout, 1 + row.batch * layout.num_pages_for(row.context), options.device)
     slots = SlotPool(slot_layout, row.batch, options.device) if slot_layout is not None else None
-    _fill(pool, slots, options.seed)
+    fill_pools(pool, slots, options.seed)
     spec = DecodeSpec(
         config.num_q_heads, config.num_kv_heads, config.head_dim, options.page_size, q_dtype=model.dtype, kv_format=layout.kv_format, window=config.window
     )
@@ -189,7 +189,7 @@ def make_step(config: ModelConfig, layout: PageLayout, batch: int, context: int,
     return Step(decodes=[StepRow(i, context - 1, token_ids[i], pages[i], SampleTask(greedy, seed, 0), state_slot(i)) for i in range(batch)])
 
 
-def _fill(pool: PagePool, slots: SlotPool | None, seed: int) -> None:
+def fill_pools(pool: PagePool, slots: SlotPool | None, seed: int) -> None:
     """Finite random rows and states, as if every sequence had been computed up to here."""
     rand = torch.Generator(pool.device).manual_seed(seed)
     for rows in _parts(pool):

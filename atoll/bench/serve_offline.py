@@ -51,11 +51,11 @@ def run_offline(options: OfflineOptions, on_request: Callable[[], None] = lambda
     """Load the model and answer everything. A request begins when another has ended, as a client with so many at a time would send it."""
     config = make_engine_config(options.engine_options)
     loaded = load_model(options.model, device=choose_device(config.device), dtype=choose_dtype(config.dtype))
-    llm = LLM.from_loaded(loaded, **options.engine_options)
     conversations = make_data(options.dataset, options.data, vocabulary_of(loaded.tokenizer), chat=options.load.chat)
     warmups = [conversations[number % len(conversations)][:1] for number in range(options.load.num_warmups)]
-    _Bench(llm, options.load).run(warmups)
-    return _Bench(llm, options.load, on_request).run(conversations)
+    with LLM.from_loaded(loaded, **options.engine_options) as llm:
+        _Bench(llm, options.load).run(warmups)
+        return _Bench(llm, options.load, on_request).run(conversations)
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:

@@ -103,10 +103,10 @@ def _keep(rows: "list[DecodeRow]", options: "DecodeBenchOptions", out: Path | No
     from atoll.bench.rows import environment
 
     env = environment(options.device, commit)
-    _emit([asdict(row) | asdict(env) for row in rows], out, as_json=as_json)
+    emit_rows([asdict(row) | asdict(env) for row in rows], out, as_json=as_json)
 
 
-def _emit(found: list[dict[str, Any]], out: Path | None, *, as_json: bool) -> None:
+def emit_rows(found: list[dict[str, Any]], out: Path | None, *, as_json: bool) -> None:
     """Rows to the file that keeps them, and to stdout where a machine reads."""
     from atoll.bench.rows import append_jsonl
 
@@ -133,7 +133,7 @@ def bench_engine(
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON lines on stdout.")] = False,
 ) -> None:
     """Time the whole engine's decode: tokens per second by batch size, interleaved with transformers on the same weights."""
-    sizes = _numbers("--batches", batches)
+    sizes = split_numbers("--batches", batches)
     make_engine_config({"device": device, "dtype": dtype, "kv_format": kv_format})
     from dataclasses import asdict
 
@@ -153,7 +153,7 @@ def bench_engine(
         rows = run_engine(options, on_round=lambda done: progress.update(task, completed=done + 1))
     env = environment(target, commit)
     found = [asdict(row) | {"median_tokens_per_s": row.median, "spread": row.spread} | asdict(env) for row in rows]
-    _emit(found, out, as_json=as_json)
+    emit_rows(found, out, as_json=as_json)
     for line in report_lines(rows):
         typer.echo(line, err=as_json)
 
@@ -176,7 +176,7 @@ def bench_model(
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON lines on stdout instead of a table.")] = False,
 ) -> None:
     """Time a model's decode steps with random weights, sequences already computed up to the context."""
-    batches, contexts = _numbers("--batch", batch), _numbers("--context", context)
+    batches, contexts = split_numbers("--batch", batch), split_numbers("--context", context)
     make_engine_config({"device": device, "dtype": dtype, "kv_format": kv_format, "page_size": page_size})
     target = torch_device(device)
     if target.type != "cuda" and shape != "tiny":
@@ -196,7 +196,7 @@ def bench_model(
     def keep(row: ModelRow) -> None:
         # At once: a later case may run out of memory.
         found = asdict(row) | {"tokens_per_s": row.tokens_per_s} | asdict(env)
-        _emit([found], out, as_json=as_json)
+        emit_rows([found], out, as_json=as_json)
         if not as_json:
             typer.echo("\n".join(row_lines(row)))
 
@@ -224,9 +224,9 @@ def bench_checkpoint(
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON lines on stdout instead of a table.")] = False,
 ) -> None:
     """Time a checkpoint's copies between slots and pages, and the guard's clears; pools alone, no weights."""
-    page_sizes, num_states, num_tokens = _numbers("--page-size", page_size), _numbers("--states", states), _numbers("--tokens", tokens)
+    page_sizes, num_states, num_tokens = split_numbers("--page-size", page_size), split_numbers("--states", states), split_numbers("--tokens", tokens)
     target = torch_device(device)
-    shapes = _names(shape or ("qwen3.5-35b-a3b,demo" if target.type == "cuda" else "tiny"))
+    shapes = split_names(shape or ("qwen3.5-35b-a3b,demo" if target.type == "cuda" else "tiny"))
     if target.type != "cuda" and "qwen3.5-35b-a3b" in shapes:
         fail(f"bench checkpoint needs a GPU for the shape 'qwen3.5-35b-a3b', this is {target}; pass --shape tiny to try the command out")
     from dataclasses import asdict
@@ -237,12 +237,12 @@ def bench_checkpoint(
     if out is not None:
         check_writable(out)
     env = environment(target, commit)
-    options = CheckpointBenchOptions(shapes, _names(kv_format), page_sizes, num_states, num_tokens, rounds, step_us, target, seed)
+    options = CheckpointBenchOptions(shapes, split_names(kv_format), page_sizes, num_states, num_tokens, rounds, step_us, target, seed)
     derived = ("image_tokens", "gbps", "read_share", "us_per_page", "step_share")
 
     def keep(rows: list[CheckpointRow]) -> None:
         found = [asdict(row) | {name: getattr(row, name) for name in derived} | asdict(env) for row in rows]
-        _emit(found, out, as_json=as_json)
+        emit_rows(found, out, as_json=as_json)
         if not as_json:
             typer.echo("\n".join(case_lines(rows)))
 
@@ -253,7 +253,7 @@ def bench_checkpoint(
         raise typer.Exit(EXIT_FOUND)
 
 
-def _names(given: str) -> tuple[str, ...]:
+def split_names(given: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in given.split(","))
 
 
@@ -272,7 +272,7 @@ def bench_reuse(
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON lines on stdout.")] = False,
 ) -> None:
     """Count what is reused of prompts in a chat, with a shared prefix and of a repeated prompt, by checkpoint policy, against the ideal."""
-    lengths = _numbers("--shifts", shifts, least=0)
+    lengths = split_numbers("--shifts", shifts, least=0)
     make_engine_config({"device": device, "page_size": page_size})
     from dataclasses import asdict
 
@@ -293,7 +293,7 @@ def bench_reuse(
     rows = list(run_reuse(ReuseOptions(page_size, image_pages, num_pages, interval), shifts=lengths))
     env = environment(target, commit)
     found = [one | asdict(env) for one in [*found, *(asdict(row) | {"of_ideal": row.of_ideal} for row in rows)]]
-    _emit(found, out, as_json=as_json)
+    emit_rows(found, out, as_json=as_json)
     for line in report_lines(rows):
         typer.echo(line, err=as_json)
 
@@ -319,7 +319,7 @@ def _time_first_token(model: str, page_size: int, prompt_tokens: int, rounds: in
     return asdict(row) | {"speedup": row.speedup}, llm.engine.scheduler.config.image_pages
 
 
-def _numbers(option: str, given: str, *, least: int = 1) -> tuple[int, ...]:
+def split_numbers(option: str, given: str, *, least: int = 1) -> tuple[int, ...]:
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isascii() and part.isdecimal() and int(part) >= least for part in parts):
         kind = "positive numbers" if least else "numbers that are not negative"

@@ -1,8 +1,8 @@
 """`atoll eval`: accuracy on questions with known answers, runs compared, and answers read back from the prefix cache."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from atoll.cli.base import EXIT_FOUND, engine_option, fail, json_object, stderr_console, write_json
-from atoll.cli.flags import NumberFlags, spread
+from atoll.cli.flags import EngineFlags, spread
 from atoll.config import EngineConfig, make_engine_config
 from atoll.engine.sampling import MAX_SEED, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from atoll.eval.gsm8k import Gsm8kOptions, Gsm8kReport
     from atoll.eval.rows import Row
     from atoll.eval.target import Target
@@ -45,6 +43,7 @@ class AskFlags:
         ),
     ] = None
     num_fewshot: Annotated[int | None, typer.Option(help="Worked questions before the one asked.", min=0, show_default="5; with --chat 0")] = None
+    own_shots: Annotated[bool, typer.Option("--own-shots", help="Other worked questions before each question, so that prompts have little in common.")] = False
     chat: Annotated[bool, typer.Option("--chat", help="As a conversation, through the model's chat template.")] = False
     model: Annotated[
         str | None,
@@ -56,7 +55,9 @@ class AskFlags:
         str | None, typer.Option(help='JSON that goes into each request to a server, such as {"return_token_ids": true}.', show_default=False)
     ] = None
     limit: Annotated[int | None, typer.Option(help="Questions, from the first on.", min=1, show_default="all")] = None
-    concurrency: Annotated[int, typer.Option(help="Questions that are answered at a time.", min=1)] = EngineConfig.max_num_seqs
+    concurrency: Annotated[
+        int | None, typer.Option(help="Questions that are answered at a time; of an engine in this process, --max-num-seqs.", min=1, show_default="64")
+    ] = None
     max_tokens: Annotated[int, typer.Option(help="Tokens generated per question, at most.", min=1)] = 256
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0
     top_k: Annotated[int, typer.Option(help="Most likely tokens kept; 0: all.")] = 0
@@ -73,15 +74,14 @@ def eval_gsm8k(
     passes: Annotated[int, typer.Option(help="How often each question is asked.", min=1)] = 1,
     *,
     asked: AskFlags,
-    numbers: NumberFlags,
+    flags: EngineFlags,
     as_json: AsJson = False,
 ) -> None:
     """Ask word problems and grade the answers as lm-eval's task gsm8k does: strict-match and flexible-extract, with standard errors."""
     options, header = _options(asked, passes)
     from atoll.eval.gsm8k import report_lines, run_gsm8k, sum_up
 
-    target = _target(asked, numbers)
-    with _writing(asked, header, target, "gsm8k", len(options.questions) * passes) as on_row:
+    with closing(_target(asked, flags)) as target, _writing(asked, header, target, "gsm8k", len(options.questions) * passes) as on_row:
         report = sum_up(run_gsm8k(target, options, on_row))
     if as_json:
         write_json(asdict(report))
@@ -94,32 +94,45 @@ def eval_gsm8k(
 @spread
 def eval_replay(
     segment: Annotated[int, typer.Option(help="Questions that are filled and then read back together.", min=1)] = 64,
+    ordering_control: Annotated[
+        bool, typer.Option("--ordering-control", help="With --offload: read back once more with pages cleared after they were loaded, which must show.")
+    ] = False,
     *,
     asked: AskFlags,
-    numbers: NumberFlags,
+    flags: EngineFlags,
     as_json: AsJson = False,
 ) -> None:
     """Ask each segment of questions twice: the second pass reads its prompts from the prefix cache, and must give the first one's tokens.
 
-    Exits with 1 when an answer differs, 2 when the second pass read nothing from the cache.
+    With --offload it says how much of that was fetched from a tier. Exits with 1 when an answer differs, or none does under --ordering-control; with 2 when
+    the second pass read nothing from the cache.
     """
+    if ordering_control and (asked.base_url is not None or flags.offload is None or flags.guard != "on"):
+        fail("--ordering-control takes out the order of clears and loads of an engine in this process; give --offload and --guard on, and no --base-url")
     options, header = _options(asked, 1)
     from atoll.eval.gsm8k import report_lines, sum_up
-    from atoll.eval.replay import run_replay, segment_line
+    from atoll.eval.replay import Segment, control_lines, fetched_lines, run_replay, segment_line
 
-    target = _target(asked, numbers)
-    with _writing(asked, header | {"segment": segment}, target, "replay", 2 * len(options.questions)) as on_row:
-        report = run_replay(target, options, segment, on_row, lambda found: None if as_json else typer.echo(segment_line(found)))
+    total = (3 if ordering_control else 2) * len(options.questions)
+    on_segment: Callable[[Segment], None] = (lambda found: None) if as_json else (lambda found: typer.echo(segment_line(found)))
+    with closing(_target(asked, flags)) as target, _writing(asked, header | {"segment": segment}, target, "replay", total) as on_row:
+        report = run_replay(target, options, segment, on_row, on_segment, ordering_control=ordering_control)
     differing, scores = report.divergences, sum_up(report.rows)
+    control = {"differing": len(report.control), "scores": asdict(sum_up(report.control_rows))} if ordering_control else None
     if as_json:
-        summary = {"questions": len(options.questions), "prompt_tokens": report.prompt_tokens, "cached_tokens": report.cached_tokens}
+        tokens = {"prompt_tokens": report.prompt_tokens, "cached_tokens": report.cached_tokens, "fetched_tokens": report.fetched_tokens}
+        summary = {"questions": len(options.questions), **tokens, "fetched_share": report.fetched_share, "control": control}
         write_json(summary | {"same": not differing, "segments": [asdict(one) for one in report.segments], "scores": asdict(scores)})
     else:
         typer.echo("\n".join(report_lines(scores)))
         for one in differing:
             typer.echo(f"question {one.index}: from {f'token {one.token}' if one.token is not None else f'character {one.character}'} on")
+        if flags.offload is not None or report.fetched_tokens:
+            typer.echo("\n".join(fetched_lines(report)))
+        if ordering_control:
+            typer.echo("\n".join(control_lines(report)))
         typer.echo("the same tokens" if not differing else f"{len(differing)} of {len(options.questions)} answers differ")
-    _end(scores, found=bool(differing))
+    _end(scores, found=bool(differing) or (ordering_control and not report.control))
 
 
 @eval_app.command("compare")
@@ -163,7 +176,7 @@ def _options(asked: AskFlags, passes: int) -> "tuple[Gsm8kOptions, dict[str, Any
     params = SamplingParams(
         max_tokens=asked.max_tokens, temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, seed=asked.seed, stop=() if asked.chat else STOP
     )
-    form = make_form(read_questions(shots) if num_fewshot else [], num_fewshot, chat=asked.chat)
+    form = make_form(read_questions(shots) if num_fewshot else [], num_fewshot, chat=asked.chat, own_shots=asked.own_shots)
     options = Gsm8kOptions(read_questions(data, asked.limit), form, params, passes)
     header = {
         "task": "gsm8k",
@@ -172,6 +185,7 @@ def _options(asked: AskFlags, passes: int) -> "tuple[Gsm8kOptions, dict[str, Any
         "shots": str(shots) if num_fewshot else None,
         "shots_sha256": file_sha256(shots) if num_fewshot else None,
         "num_fewshot": num_fewshot,
+        "own_shots": asked.own_shots,
         "chat": asked.chat,
         "limit": asked.limit,
         "passes": passes,
@@ -180,19 +194,21 @@ def _options(asked: AskFlags, passes: int) -> "tuple[Gsm8kOptions, dict[str, Any
     return options, header
 
 
-def _target(asked: AskFlags, numbers: NumberFlags) -> "Target":
+def _target(asked: AskFlags, flags: EngineFlags) -> "Target":
     if asked.base_url is not None:
-        given = [name for name, value in numbers.options.items() if value != getattr(NumberFlags, name)] + ["option"] * bool(asked.option)
+        given = [name for name, value in flags.options.items() if value != getattr(EngineFlags, name)] + ["option"] * bool(asked.option)
         if given:
             fail(f"--{given[0].replace('_', '-')} is an option of an engine in this process; give it to the server instead, or leave out --base-url")
         from atoll.eval.endpoint import find_endpoint
         from atoll.eval.server_target import ServerTarget
 
         endpoint = find_endpoint(asked.base_url, model=asked.model, api_key=asked.api_key)
-        return ServerTarget(endpoint, concurrency=asked.concurrency, extra_body=json_object(asked.extra_body))
+        return ServerTarget(endpoint, concurrency=asked.concurrency or EngineConfig.max_num_seqs, extra_body=json_object(asked.extra_body))
     if asked.extra_body is not None or asked.api_key is not None:
         fail("--extra-body and --api-key are for a server; give --base-url as well")
-    options = numbers.options | {"max_num_seqs": asked.concurrency} | dict(engine_option(text) for text in asked.option or ())
+    options = flags.options | dict(engine_option(text) for text in asked.option or ())
+    if asked.concurrency is not None:
+        options["max_num_seqs"] = asked.concurrency
     make_engine_config(options)
     from atoll.eval.engine_target import EngineTarget
 

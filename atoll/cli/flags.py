@@ -71,3 +71,10 @@ class EngineFlags(NumberFlags):
     guard: Annotated[str, typer.Option(help="Zero released pages: on, off, or auto, which is on where attention does not mask unowned rows.")] = (
         EngineConfig.guard
     )
+    offload: Annotated[
+        str | None,
+        typer.Option(help="Where pages go that leave the pool: host:8GiB, disk:PATH:100GiB, or both, comma-separated.", show_default="nowhere"),
+    ] = EngineConfig.offload
+    offload_timeout_s: Annotated[float, typer.Option(help="Seconds that a request waits for its pages to come back, before it computes them.")] = (
+        EngineConfig.offload_timeout_s
+    )

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,7 @@ from atoll.engine.sampling import SamplingParams
 from atoll.errors import RequestError
 
 if TYPE_CHECKING:
-    from atoll import RequestOutput, StreamPiece
+    from atoll import LLM, RequestOutput, StreamPiece
 
 STDIN = "-"
 
@@ -46,13 +47,14 @@ def generate(
     options = flags.options | {"kv_fill": kv_fill}
     make_engine_config(options)  # a bad option is told before the slow imports
     texts = _read_prompts(prompts or [], file)
-    pieces = _start(model, options, texts, params, chat=chat)
-    if as_json:
-        outputs = _stream_json(pieces, texts)
-    elif len(texts) == 1 or sys.stdout.isatty() or not sys.stderr.isatty():
-        outputs = _stream_text(pieces, texts)
-    else:
-        outputs = _collect_text(pieces, texts)
+    with _load(model, options) as llm:
+        pieces = llm.generate_stream(llm.chat_prompts([[{"role": "user", "content": text}] for text in texts]) if chat else texts, params)
+        if as_json:
+            outputs = _stream_json(pieces, texts)
+        elif len(texts) == 1 or sys.stdout.isatty() or not sys.stderr.isatty():
+            outputs = _stream_text(pieces, texts)
+        else:
+            outputs = _collect_text(pieces, texts)
     failed = [output for output in outputs if output.error is not None]
     for output in failed:
         typer.echo(f"error: request {output.request_id}: {output.error}", err=True)
@@ -82,20 +84,12 @@ def _utf8(raw: bytes, source: str) -> str:
         raise RequestError(f"{source} is not UTF-8 text: byte {error.object[error.start]:#04x} at {error.start}; convert it to UTF-8") from error
 
 
-def _start(model: str, options: dict[str, object], texts: list[str], params: SamplingParams, *, chat: bool) -> "Iterable[StreamPiece]":
+def _load(model: str, options: dict[str, object]) -> "LLM":
     console = stderr_console()
-    if console.is_terminal:
-        with console.status(f"loading {model}"):
-            from atoll import LLM
-
-            llm = LLM(model, **options)
-    else:
+    with console.status(f"loading {model}") if console.is_terminal else nullcontext():
         from atoll import LLM
 
-        llm = LLM(model, **options)
-    if chat:
-        return llm.generate_stream(llm.chat_prompts([[{"role": "user", "content": text}] for text in texts]), params)
-    return llm.generate_stream(texts, params)
+        return LLM(model, **options)
 
 
 def _stream_json(pieces: "Iterable[StreamPiece]", texts: list[str]) -> "list[RequestOutput]":

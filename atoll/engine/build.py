@@ -23,6 +23,8 @@ from atoll.kv.slots import SlotLayout, SlotPool
 from atoll.models.base import HybridModel, Model
 from atoll.models.model_config import ModelConfig
 from atoll.offload.base_worker import Offload, Regions
+from atoll.offload.build import make_offload
+from atoll.offload.identity import make_identity
 from atoll.ops.attention import DecodeSpec, backend_masks_unowned
 from atoll.ops.delta import DeltaSpec
 from atoll.ops.quant.formats import KVFormat
@@ -82,10 +84,43 @@ def make_engine(model: Model | HybridModel, shape: ModelConfig, tokenizer: Token
     slots = SlotPool(slot_layout, config.max_num_seqs, model.device, cast(Fill, config.kv_fill)) if slot_layout is not None else None
     _log_sizes(pool, slots)
     runner_config = RunnerConfig(sizes.max_model_len, sizes.max_num_seqs, config.attention_backend, config.cuda_graphs)
-    if offload is not None:
-        offload.worker.register(Regions(pool.buffer, sizes.image_pages))
+    if config.offload is not None or offload is not None:
+        offload = connect(config, model, shape, pool, slot_layout, sizes.image_pages, offload)
     runner = Runner(model, spec, pool, runner_config, slots, offload.worker if offload is not None else None)
     return Engine(runner, pool, tokenizer, sizes, vocab_size=shape.vocab_size, seed=config.seed, slots=slots, guard=guard, offload=offload)
+
+
+def connect(
+    config: EngineConfig,
+    model: Model | HybridModel,
+    shape: ModelConfig,
+    pool: PagePool,
+    slot_layout: SlotLayout | None,
+    image_pages: int,
+    offload: Offload | None,
+) -> Offload:
+    """The connector that was given, or the one that config.offload names, with its worker told of the pool. Raises ConfigError for options that do not fit."""
+    if slot_layout is not None and not image_pages:
+        raise ConfigError(
+            "offload is given and no state is kept, without which no prefix of this model can be fetched; give more pages, a lower max_model_len, "
+            "or state_checkpoint_interval_tokens other than 0"
+        )
+    regions = Regions(pool.buffer, image_pages)
+    if offload is None:
+        assert config.offload is not None
+        identity = make_identity(
+            model,
+            shape,
+            pool.layout,
+            dtype=model.dtype,
+            device=pool.device,
+            scales=(pool.k_scales, pool.v_scales),
+            slot_bytes=slot_layout.slot_bytes if slot_layout is not None else 0,
+            image_pages=image_pages,
+        )
+        offload = make_offload(config.offload, identity, regions)
+    offload.worker.register(regions)
+    return offload
 
 
 def make_guard(config: EngineConfig, num_pages: int, *, masks: bool) -> ReleaseGuard | None:

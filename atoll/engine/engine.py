@@ -22,7 +22,7 @@ from atoll.kv.pool import PagePool
 from atoll.kv.prefix_stats import PrefixStats
 from atoll.kv.slots import SlotPool
 from atoll.offload.base import ConnectorStats
-from atoll.offload.base_worker import Offload
+from atoll.offload.base_worker import Offload, TransferWorker
 
 log = logging.getLogger(__name__)
 
@@ -191,6 +191,13 @@ class Engine:
         """End every request."""
         for request_id in list(self._generations):
             self.abort(request_id)
+
+    def use_worker(self, worker: TransferWorker) -> None:
+        """Have another worker move pages from now on, one that knows the pool. Raises RequestError while a transfer is in flight."""
+        if self.offload is None or self.has_pending_transfers:
+            raise RequestError(f"the worker of {'no connector' if self.offload is None else 'transfers in flight'} was to be replaced; drain them first")
+        self.offload = self.offload._replace(worker=worker)
+        self.runner.worker = worker
 
     def drain_transfers(self, timeout_s: float = 30.0) -> bool:
         """Without a request: wait until no page is leased any more; False: some still are after the time."""

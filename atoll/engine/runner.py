@@ -75,7 +75,7 @@ class Runner:
         self._model = model
         self._pool = pool
         self._slots = slots
-        self._worker = worker
+        self.worker = worker
         self._config = config
         self._layers = [pool.layer_kv(layer) for layer in range(pool.layout.num_layers)]
         self._builder = BatchBuilder(pool.device, spec.page_size, -(-config.max_model_len // spec.page_size))
@@ -109,8 +109,8 @@ class Runner:
         """
         assert self._slots is not None or not (step.restores or step.saves), "a model without states has no images"
         self._pool.clear(step.metadata.clears)
-        if self._worker is not None and step.metadata.moves:
-            self._worker.run(step.metadata, record_fence(step.metadata.fence, self.device))
+        if self.worker is not None and step.metadata.moves:
+            self.worker.run(step.metadata, record_fence(step.metadata.fence, self.device))
         if self._slots is not None:
             # A sequence begins with a state of zeros, whatever its slot was left with.
             self._slots.clear([row.state_slot for row in step.rows if row.start == 0 and row.state_slot is not None])

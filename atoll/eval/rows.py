@@ -38,6 +38,7 @@ class Row:
     strict: bool  # whether it is the number asked for
     flexible: bool
     foreign: str  # characters that are garbage after this prompt, each once
+    num_fetched_tokens: int | None = None  # of num_cached_tokens, brought back from a tier; runs of before there were tiers have no such field
 
     @property
     def key(self) -> tuple[int, int]:
@@ -97,6 +98,7 @@ def make_row(pass_index: int, index: int, question: Question, prompt: Prompt, se
         strict=sound and is_number(strict, question.number),
         flexible=sound and is_number(flexible, question.number),
         foreign=foreign_characters(answer.text, prompt_text(prompt)),
+        num_fetched_tokens=answer.num_fetched_tokens,
     )
 
 
@@ -119,7 +121,7 @@ def row_line(row: Row) -> str:
 def read_run(path: Path) -> Run:
     """Raises ConfigError for a file that `atoll eval` did not write, or whose rows name one question twice."""
     remedy = "give a file that atoll eval gsm8k --out wrote"
-    names = {field.name for field in fields(Row)}
+    names = [field.name for field in fields(Row)]
     header: dict[str, Any] | None = None
     rows: dict[tuple[int, int], Row] = {}
     try:
@@ -132,7 +134,7 @@ def read_run(path: Path) -> Run:
             if number == 1:
                 header = entry["run"]
                 continue
-            row = Row(**{name: entry[name] for name in names})
+            row = Row(**{name: entry[name] for name in names if name in entry})
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}:{number} is no line of a run: {error!r}; {remedy}") from error
         if row.key in rows:

@@ -3,9 +3,10 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any
+from typing import Any, NoReturn
 
 from atoll.engine.sampling import SamplingParams
+from atoll.errors import ConfigError
 from atoll.eval.endpoint import Endpoint, error_text, http, timeout
 from atoll.eval.prompts import Prompt
 from atoll.eval.target import Answer
@@ -50,6 +51,12 @@ class ServerTarget:
             http.post(f"{self._endpoint.base_url}/reset_prefix_cache", headers=self._endpoint.headers, timeout=timeout(), trust_env=False)
         except http.HTTPError:
             return
+
+    def out_of_order(self) -> NoReturn:
+        raise ConfigError(f"{self._endpoint.base_url} is a server, whose order cannot be taken out from here; leave out --base-url, or --ordering-control")
+
+    def close(self) -> None:
+        """The server goes on."""
 
     def describe(self) -> dict[str, Any]:
         told: Any = None
@@ -104,6 +111,7 @@ def read_answer(index: int, response: Mapping[str, Any]) -> Answer:
     choice = response["choices"][0]
     text = choice["text"] if "text" in choice else choice["message"]["content"]
     usage = response.get("usage") or {}
+    prompt_details = usage.get("prompt_tokens_details") or {}
     finish_reason = str(choice.get("finish_reason"))
     return Answer(
         index=index,
@@ -113,5 +121,6 @@ def read_answer(index: int, response: Mapping[str, Any]) -> Answer:
         token_ids=choice.get("token_ids"),
         num_prompt_tokens=usage.get("prompt_tokens"),
         num_output_tokens=usage.get("completion_tokens"),
-        num_cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+        num_cached_tokens=prompt_details.get("cached_tokens"),
+        num_fetched_tokens=prompt_details.get("fetched_tokens"),
     )

@@ -1,6 +1,7 @@
 """What is asked: the contract between a task and whatever answers, an engine in this process or a server."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ class Answer:
     num_prompt_tokens: int | None = None
     num_output_tokens: int | None = None
     num_cached_tokens: int | None = None  # of the prompt, read from the prefix cache
+    num_fetched_tokens: int | None = None  # of these, brought back from a tier
     error: str | None = None
 
 
@@ -30,6 +32,15 @@ class Target(Protocol):
 
     def forget(self) -> None:
         """Empty the prefix cache, where that can be done; nothing is being answered."""
+
+    def out_of_order(self) -> AbstractContextManager[None]:
+        """Within it, pages are cleared after they were loaded. Raises ConfigError where that cannot be had.
+
+        Nothing is being answered as it begins and ends; what it leaves in the prefix cache is wrong.
+        """
+
+    def close(self) -> None:
+        """The end: nothing is asked any more."""
 
     def describe(self) -> dict[str, Any]:
         """What a run must note to be repeated: the model, the options, the versions."""

@@ -89,7 +89,8 @@ def first_divergence(prompt: int, clean: RequestOutput, poisoned: RequestOutput)
 def _generate(model: LoadedModel, prompts: Sequence[Prompt], params: SamplingParams, options: dict[str, Any]) -> list[RequestOutput]:
     llm = LLM.from_loaded(model, **options)
     try:
-        return llm.generate(prompts, params)
+        with llm:
+            return llm.generate(prompts, params)
     finally:
         # The next pool may need the memory of this one.
         del llm

@@ -48,6 +48,7 @@ class Text(BaseModel):
 
 class PromptDetails(BaseModel):
     cached_tokens: int
+    fetched_tokens: int  # of these, brought back from a tier
 
 
 class Usage(BaseModel):

@@ -38,6 +38,7 @@ class EngineLoop:
         self._dead = False
         self._num_open = 0  # sequences
         self._last_queue_s = 0.0
+        self._deadline_s = -math.inf  # of the monotonic clock, for what has to end before the engine does
         self._ids = itertools.count()
         self._tickets: dict[int, Ticket] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -105,14 +106,19 @@ class EngineLoop:
         """Take nothing new, refuse what has not begun, and abort what still runs after the deadline."""
         if self._fault is None and self._loop is not None:
             self._fault = "the server is stopping; send the request elsewhere, or again in a while"
+            self._deadline_s = time.monotonic() + deadline_s
             self._link.put(Refuse(only_unbegun=True))
             self._loop.call_later(deadline_s, self._link.put, Refuse(only_unbegun=False))
 
+    def hurry(self) -> None:
+        """The deadline is now."""
+        self._deadline_s = -math.inf
+
     async def stop(self) -> None:
-        """Abort everything and end the engine."""
+        """Abort everything and end the engine; until the deadline, pages that are on their way to a tier may still arrive."""
         self._fault = self._fault or "the server is stopping"
         self._link.put(Refuse(only_unbegun=False))
-        self._link.put(Stop())
+        self._link.put(Stop(max(0.0, self._deadline_s - time.monotonic())))
         await asyncio.to_thread(self._link.join)
         # What the engine reported last.
         await asyncio.sleep(0)

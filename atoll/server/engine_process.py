@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# After the last command; a step of the largest model takes less than one.
+# After the last command and the time that it gives for pages on their way to a tier; a step of the largest model takes less than one.
 STOP_S = 10.0
 
 
@@ -61,6 +61,7 @@ class EngineProcess:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_stopping = False
+        self._stop_s = STOP_S
         with _signals_not_inherited():
             self._process.start()
         theirs.close()
@@ -86,11 +87,13 @@ class EngineProcess:
             thread.start()
 
     def put(self, command: Command) -> None:
-        self._is_stopping |= isinstance(command, Stop)
+        if isinstance(command, Stop):
+            self._is_stopping = True
+            self._stop_s = STOP_S + command.drain_s
         self._commands.put(command)
 
     def join(self) -> None:
-        self._process.join(STOP_S)
+        self._process.join(self._stop_s)
         self.kill()
         for thread in self._threads:
             thread.join()

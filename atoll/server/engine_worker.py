@@ -53,6 +53,7 @@ class EngineWorker:
         self._tickets: dict[int, _Ticket] = {}
         self._ticket_ids: dict[int, int] = {}  # by request id
         self._unbegun: set[int] = set()  # request ids
+        self._drain_s = 0.0  # at the end
 
     @property
     def facts(self) -> EngineFacts:
@@ -72,19 +73,21 @@ class EngineWorker:
         try:
             while self._serve_inbox():
                 self._step()
+            self._engine.close(self._drain_s)
         except Exception as error:
             log.exception("the engine has died")
             self._tell(Died(f"the engine has died: {type(error).__name__}: {error}; restart the server"))
 
     def _serve_inbox(self) -> bool:
         """Run what has come in, waiting for it while there is nothing else to do; False: the end."""
-        waits = not (self._engine.has_work or self._engine.has_pending_transfers)
+        waits = not self._has_steps
         while True:
             try:
                 command = self._inbox.get(block=waits)
             except queue.Empty:
                 return True
             if isinstance(command, Stop):
+                self._drain_s = command.drain_s
                 return False
             waits = False
             self._serve(command)
@@ -102,10 +105,16 @@ class EngineWorker:
             case Call(call_id, name):
                 self._call(call_id, name)
 
+    @property
+    def _has_steps(self) -> bool:
+        """Whether a step would do anything, if only for pages on their way to a tier."""
+        return self._engine.has_work or self._engine.has_pending_transfers
+
     def _step(self) -> None:
         engine = self._engine
-        if not (engine.has_work or engine.has_pending_transfers):
+        if not self._has_steps:
             return
+        was_pending = engine.has_pending_transfers
         began_s = time.monotonic()
         pieces = engine.step()
         ended_s = time.monotonic()
@@ -118,7 +127,8 @@ class EngineWorker:
         for ticket_id, piece in told:
             if piece.finished:
                 self._forget(ticket_id, piece.request_id)
-        if told or begun:
+        has_settled = was_pending and not engine.has_pending_transfers  # which nobody else would tell of
+        if told or begun or has_settled:
             self._tell(StepDone(began_s, ended_s, begun, told, self._stats()))
 
     def _begin(self, request_id: int) -> tuple[int, int]:
@@ -175,7 +185,18 @@ class EngineWorker:
         engine = self._engine
         scheduler, prefix = engine.scheduler, engine.prefix_stats
         usage = 1 - scheduler.cache.num_available / scheduler.ledger.num_usable
-        return EngineStats(len(scheduler.running), len(scheduler.waiting), usage, engine.num_steps, engine.num_preemptions, prefix.num_queries, prefix.num_hits)
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_cache_usage=usage,
+            num_steps=engine.num_steps,
+            num_preemptions=engine.num_preemptions,
+            prefix_queries=prefix.num_queries,
+            prefix_hits=prefix.num_hits,
+            prefix_fetched=prefix.num_fetched,
+            num_parked=engine.num_parked,
+            offload=engine.offload_stats,
+        )
 
 
 @dataclass(frozen=True)

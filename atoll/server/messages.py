@@ -15,6 +15,7 @@ from atoll.engine.output import StreamPiece, TokenLogprobs
 from atoll.engine.sampling import SamplingParams
 from atoll.errors import AtollError
 from atoll.models.tokenizer import Tokenizer
+from atoll.offload.base import ConnectorStats
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Stop:
-    """The last command."""
+    """The last command: what is on its way to a tier has so many seconds to arrive."""
+
+    drain_s: float = 0.0
 
 
 Command = Add | Abort | Refuse | Call | Stop
@@ -80,6 +83,9 @@ class EngineStats:
     num_preemptions: int = 0
     prefix_queries: int = 0  # tokens
     prefix_hits: int = 0  # tokens
+    prefix_fetched: int = 0  # tokens, of these
+    num_parked: int = 0  # requests that wait for a load
+    offload: ConnectorStats | None = None  # None: there is no tier
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from atoll.engine.output import FinishReason, StreamPiece
+from atoll.offload.base import ConnectorStats
 from atoll.server.messages import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -120,5 +121,41 @@ class ServerMetrics:
         for reason, count in self._num_ended.items():
             family.add_metric((self._model_name, reason), count)
         yield family
+        if now.offload is not None:
+            yield from self._offload(now, now.offload)
         for histogram in (self._time_to_first_token, self._inter_token_latency, self._e2e_latency, self._queue_time):
             yield histogram.family(self._model_name)
+
+    def _offload(self, now: EngineStats, offload: ConnectorStats) -> Iterator[Metric]:
+        """Of an engine with tiers."""
+        family: GaugeMetricFamily | CounterMetricFamily = GaugeMetricFamily(
+            "atoll:num_requests_parked", "Requests that wait for their pages to be loaded.", labels=("model_name",)
+        )
+        family.add_metric((self._model_name,), now.num_parked)
+        yield family
+        counters = (
+            ("queries", "Prompt tokens that the pool did not hold.", now.prefix_queries - now.prefix_hits + now.prefix_fetched),
+            ("hits", "Of these, tokens that a load brought; prefix_cache_hits has them too.", now.prefix_fetched),
+            ("loaded_bytes", "Bytes loaded into the pool.", offload.loaded_bytes),
+            ("loaded_seconds", "Seconds that loads took, each from its start to its end.", offload.loaded_seconds),
+            ("stored_bytes", "Bytes stored from the pool.", offload.stored_bytes),
+            ("stored_seconds", "Seconds that stores took, each from its start to its end.", offload.stored_seconds),
+            ("load_failures", "Loads of which a part did not arrive; it was computed instead.", offload.num_load_failures),
+            ("store_failures", "Stores of which a part did not arrive.", offload.num_store_failures),
+        )
+        for name, text, count in counters:
+            family = CounterMetricFamily(f"atoll:offload_{name}", text, labels=("model_name",))
+            family.add_metric((self._model_name,), count)
+            yield family
+        of_tiers = (
+            (GaugeMetricFamily, "used_bytes", "Bytes that a tier holds."),
+            (GaugeMetricFamily, "capacity_bytes", "Bytes that a tier can hold."),
+            (GaugeMetricFamily, "num_blobs", "Pages and states that a tier holds."),
+            (CounterMetricFamily, "num_evicted", "Pages and states that a tier gave up for others."),
+            (CounterMetricFamily, "num_failures", "Operations of a tier that failed."),
+        )
+        for kind, name, text in of_tiers:
+            family = kind(f"atoll:offload_tier_{name.removeprefix('num_')}", text, labels=("model_name", "tier"))
+            for tier in offload.tiers:
+                family.add_metric((self._model_name, tier.name), getattr(tier, name))
+            yield family

@@ -63,6 +63,7 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
         if self.force_exit:
             # Left out by a second Ctrl-C, which is to end requests, not to leave the engine's thread running.
+            self._service.loop.hurry()
             await self.lifespan.shutdown()
             if self.server_state.tasks:
                 # They tell their clients.

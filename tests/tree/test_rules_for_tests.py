@@ -13,6 +13,7 @@ SKIPS_EXCUSED: dict[str, str] = {
     "tests/ops/test_delta_fla.py": "flash-linear-attention is an extra, which a GPU machine may lack",
     "tests/engine/test_flashinfer.py": "FlashInfer is no dependency; where a GPU is without it, its tests wait",
     "tests/server/test_browser.py": "Chromium and chromedriver are no Python packages; where they are missing, the tests of the page wait",
+    "tests/offload/test_lmcache.py": "without scripts/test there is no .venv-lmcache; where LMCache is missing, its cases wait",
     "tests/server/programs.py": "without scripts/test there is no .venv-clients, and curl is no Python package; where they are missing, their tests wait",
 }
 

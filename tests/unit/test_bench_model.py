@@ -80,7 +80,7 @@ def test_pools_are_finite_and_not_zero(kv_format: KVFormat) -> None:
     slot_layout = make_slot_layout(TINY, torch.bfloat16)
     assert slot_layout is not None
     pool, slots = PagePool(PageLayout(1, 2, 64, 16, kv_format), 600, CPU, "nan"), SlotPool(slot_layout, 3, CPU, "nan")
-    bench._fill(pool, slots, seed=0)
+    bench.fill_pools(pool, slots, seed=0)
     for field in (*pool.layout.fields(pool.buffer), *slot_layout.fields(slots.buffer)):
         values = field.float()
         assert values.isfinite().all() and (values.abs() > 0).float().mean() > 0.9

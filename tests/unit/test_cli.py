@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -29,6 +29,7 @@ class FakeLLM:
     """Says the same three words to every prompt, one per step; the second prompt ends after one."""
 
     options: ClassVar[dict[str, Any]] = {}
+    num_closed: ClassVar[int] = 0
 
     def __init__(self, model: str, **options: Any) -> None:
         if model == "missing":
@@ -36,6 +37,12 @@ class FakeLLM:
         type(self).options = options
         self.interrupt = model == "interrupted"
         self.broken = model == "broken"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        type(self).num_closed += 1
 
     def chat_prompts(self, conversations: list[list[dict[str, str]]]) -> list[list[int]]:
         return [[len(messages[0]["content"])] for messages in conversations]
@@ -63,11 +70,14 @@ def fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fake_llm")
 def test_generate_hands_on_what_may_be_reused() -> None:
     assert invoke("generate", "a").exit_code == 0
-    chosen = ("prefix_caching", "state_checkpoint_interval_tokens", "checkpoint_policy")
-    assert [FakeLLM.options[name] for name in chosen] == [True, None, "all"]
+    chosen = ("prefix_caching", "state_checkpoint_interval_tokens", "checkpoint_policy", "offload", "offload_timeout_s")
+    assert [FakeLLM.options[name] for name in chosen] == [True, None, "all", None, 30.0]
     given = ("--no-prefix-caching", "--state-checkpoint-interval-tokens", "-1", "--checkpoint-policy", "prompt,end")
     assert invoke("generate", *given, "a").exit_code == 0
-    assert [FakeLLM.options[name] for name in chosen] == [False, -1, "prompt,end"]
+    assert [FakeLLM.options[name] for name in chosen[:3]] == [False, -1, "prompt,end"]
+    assert invoke("generate", "--offload", "host:1GiB", "--offload-timeout-s", "2.5", "a").exit_code == 0
+    assert [FakeLLM.options[name] for name in chosen[3:]] == ["host:1GiB", 2.5]
+    assert "offload ' ' names no tier" in invoke("generate", "--offload", " ", "a").stderr
     assert "checkpoint_policy 'never' is unknown" in invoke("generate", "--checkpoint-policy", "never", "a").stderr
 
 
@@ -214,8 +224,10 @@ def test_a_failed_request_is_told_and_the_others_are_shown() -> None:
 
 @pytest.mark.usefixtures("fake_llm")
 def test_interrupt_ends_with_130() -> None:
+    num_closed = FakeLLM.num_closed
     result = invoke("generate", "--model", "interrupted", "Hi")
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+    assert FakeLLM.num_closed == num_closed + 1
 
 
 def test_ctrl_c_in_a_process_leaves_no_traceback() -> None:
@@ -223,6 +235,8 @@ def test_ctrl_c_in_a_process_leaves_no_traceback() -> None:
         "import atoll, os, signal, time\n"
         "class LLM:\n"
         "    def __init__(self, model, **options): pass\n"
+        "    def __enter__(self): return self\n"
+        "    def __exit__(self, *exc): print('closed')\n"
         "    def generate_stream(self, prompts, params):\n"
         "        os.kill(os.getpid(), signal.SIGINT); time.sleep(10)\n"
         "atoll.LLM = LLM\n"
@@ -232,7 +246,7 @@ def test_ctrl_c_in_a_process_leaves_no_traceback() -> None:
     # A shell that started the tests in the background has SIGINT ignored, and a child would inherit that.
     heed = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=heed)
-    assert (result.returncode, result.stderr) == (130, "interrupted\n")
+    assert (result.returncode, result.stdout, result.stderr) == (130, "closed\n", "interrupted\n")
 
 
 def test_an_interrupt_ends_a_probe_in_several_processes_quietly() -> None:

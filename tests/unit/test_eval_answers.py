@@ -119,6 +119,17 @@ def test_a_conversation_has_a_turn_for_each_shot() -> None:
     assert [(message["role"], message["content"]) for message in prompt] == [("user", "q1?"), ("assistant", "a1\n#### 1"), ("user", "q0?")]  # type: ignore[index]
 
 
+def test_own_shots_begin_elsewhere_for_each_question() -> None:
+    some = [Question(f"q{i}?", f"a{i}\n#### {i}") for i in range(50)]
+    form = make_form(some, 2, chat=False, own_shots=True)
+    prompts = [prompt_text(form.prompt(question)) for question in some]
+    beginnings = {prompt.partition("\n")[0] for prompt in prompts}
+    assert len(beginnings) > 20 and prompts == [prompt_text(form.prompt(question)) for question in some]
+    assert all(prompt.count("Question: ") == 3 and question.answer not in prompt for prompt, question in zip(prompts, some, strict=True))
+    common = make_form(some, 2, chat=False)
+    assert len({prompt_text(common.prompt(question)).partition("\n")[0] for question in some}) == 2, "all but the first question begin with it"
+
+
 def test_more_shots_than_there_are_questions_are_refused() -> None:
     with pytest.raises(ConfigError, match="4 worked questions asked for out of 4, of which one may be asked; ask for 3 at most"):
         make_form(QUESTIONS, 4, chat=False)

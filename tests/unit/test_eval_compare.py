@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from atoll.eval.figures import mcnemar_p, mean_of, paired_difference
 from atoll.eval.gsm8k import Gsm8kOptions, error_lines, report_lines, run_gsm8k, sum_up
 from atoll.eval.prompts import Prompt, make_form
 from atoll.eval.questions import Question
-from atoll.eval.replay import run_replay, segment_line
+from atoll.eval.replay import control_lines, fetched_lines, run_replay, segment_line
 from atoll.eval.rows import Row, header_line, read_run, row_line
 from atoll.eval.target import Answer
 
@@ -29,9 +30,12 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, seed=100)
 class Parrot:
     """Answers each question with its number; `alter` may spoil an answer. Last one first, so that nothing relies on the order."""
 
-    def __init__(self, cached: int | None = None) -> None:
+    def __init__(self, cached: int | None = None, fetched: int | None = None, passes: int = 2) -> None:
         self.num_calls = 0
         self.cached = cached
+        self.fetched = fetched
+        self.passes = passes  # of a segment
+        self.forgotten_at: list[int] = []
         self.seeds: list[int | None] = []
         self.spoilt: dict[tuple[int, int], dict[str, Any]] = {}  # by call and index
 
@@ -39,12 +43,21 @@ class Parrot:
         self.seeds += [one.seed for one in params]
         for index in reversed(range(len(prompts))):
             number = str(prompts[index]).rpartition("Question: q")[2].partition("?")[0]
-            answer = Answer(index, f" #### {number}", "stop", [1, 2, int(number)], 10, 3, self.cached if self.num_calls % 2 else 0)
+            told = (self.cached, self.fetched) if self.num_calls % self.passes else (0, 0)
+            answer = Answer(index, f" #### {number}", "stop", [1, 2, int(number)], 10, 3, *told)
             yield replace(answer, **self.spoilt.get((self.num_calls, index), {}))
         self.num_calls += 1
 
     def forget(self) -> None:
-        assert self.num_calls == 0
+        self.forgotten_at.append(self.num_calls)
+
+    @contextmanager
+    def out_of_order(self) -> Iterator[None]:
+        assert self.num_calls % 3 == 2
+        yield
+
+    def close(self) -> None:
+        """Holds nothing."""
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "parrot"}
@@ -238,6 +251,7 @@ def test_replay_asks_each_segment_twice() -> None:
     assert [(segment.first, segment.questions, segment.cached_tokens) for segment in report.segments] == [(0, 8, (0, 32)), (8, 8, (0, 32)), (16, 4, (0, 16))]
     assert target.seeds[:16] == [*range(100, 108), *range(100, 108)]
     assert (report.divergences, report.cached_tokens, report.prompt_tokens) == ([], 80, 200)
+    assert (target.forgotten_at, report.fetched_tokens, report.control_rows) == ([0], None, [])
     assert [row.key for row in report.rows[:9]] == [*((0, i) for i in range(8)), (1, 0)]
     assert segment_line(report.segments[2]) == "questions 16 to 19: 0 differ; prompt tokens from the cache: filling 0, reading back 16, of 40"
 
@@ -247,6 +261,34 @@ def test_control_replay_sees_a_token_that_came_back_differently() -> None:
     target.spoilt[3, 2] = {"token_ids": [1, 2, 99]}
     [one] = run_replay(target, options(), 8).divergences
     assert (one.pass_index, one.index, one.token) == (0, 10, 2)
+
+
+def test_replay_tells_what_was_fetched_and_whether_that_is_enough() -> None:
+    report = run_replay(Parrot(cached=4, fetched=4), options(), 20)
+    assert (report.fetched_tokens, report.fetched_share, report.segments[0].fetched_tokens) == (80, 1.0, (0, 80))
+    assert fetched_lines(report) == ["fetched in pass 1: 80, 100.0% of the 80 reused, 40.0% of the 200 prompt tokens"]
+    assert segment_line(report.segments[0]).endswith("; fetched 80, 100.0% of the 80 reused, 40.0% of the 200 prompt tokens")
+    [line, remedy] = fetched_lines(run_replay(Parrot(cached=4, fetched=3), options(), 20))
+    assert "75.0% of the 80 reused" in line and remedy.startswith("that is below 90%: the pool itself still held the rest")
+    assert fetched_lines(run_replay(Parrot(cached=4, fetched=0), options(), 20))[1].startswith("that is below 90%")
+    assert fetched_lines(run_replay(Parrot(cached=None), options(), 20)) == ["fetched: not told"]
+
+
+def test_the_control_reads_each_segment_back_once_more() -> None:
+    target = Parrot(cached=4, fetched=4, passes=3)
+    for index in range(5):
+        target.spoilt[5, index] = {"text": "no", "token_ids": [0]}
+    report = run_replay(target, options(), 8, ordering_control=True)
+    # What it leaves is wrong, so nothing of it meets the next segment.
+    assert target.forgotten_at == [0, 3, 6, 9] and report.divergences == []
+    assert [len(segment.control or ()) for segment in report.segments] == [0, 5, 0] and segment_line(report.segments[1]).endswith("; out of order 5 differ")
+    assert [row.pass_index for row in report.control_rows] == [2] * 20 and {row.pass_index for row in report.rows} == {0, 1}
+    assert control_lines(report) == [
+        "flexible-extract: filling 1.0000, reading back 1.0000, out of order 0.7500",
+        "control, clears after loads: 5 of 20 answers differ, as they must",
+    ]
+    blind = run_replay(Parrot(cached=4, fetched=4, passes=3), options(), 8, ordering_control=True)
+    assert "0 of 20 answers differ, so this replay cannot find that fault" in control_lines(blind)[1]
 
 
 def test_a_replay_that_read_nothing_back_is_an_error() -> None:

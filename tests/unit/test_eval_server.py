@@ -170,6 +170,7 @@ def test_answers_that_failed_end_the_command_with_1(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--base-url", "http://127.0.0.1:1", "--dtype", "float32"), "--dtype is an option of an engine in this process"),
+        (("--base-url", "http://127.0.0.1:1", "--offload", "host:1GiB"), "--offload is an option of an engine in this process"),
         (("--api-key", "x"), "--extra-body and --api-key are for a server"),
         (("--base-url", "http://127.0.0.1:1"), "does not answer"),
         (("--option", "colour=red"), "option 'colour' is unknown"),

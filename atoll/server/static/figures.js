@@ -29,6 +29,7 @@ export class Figures {
     this.text("hit-rate", view.num_queries ? percent(view.num_hits / view.num_queries) : "–");
     this.legend(view);
     this.misses(view);
+    this.offload(view);
   }
 
   /** Tokens per second over the last few seconds, by the server's clock. */
@@ -63,6 +64,28 @@ export class Figures {
     });
   }
 
+  /** Pages that have left the pool for tiers, and come back; hidden where there is no tier. */
+  offload({ offload, num_parked, num_fetched }) {
+    this.find("offload").hidden = this.find("parked").hidden = offload === null;
+    if (offload === null) return;
+    this.text("num-parked", number(num_parked));
+    const moved = {
+      fetched: ["tokens fetched", number(num_fetched), "Prompt tokens that were reused because a load brought them back."],
+      loaded: ["loaded", flow(offload.loaded_bytes, offload.loaded_seconds), "From the tiers into the pool."],
+      stored: ["stored", flow(offload.stored_bytes, offload.stored_seconds), "From the pool into the tiers."],
+      failures: ["failures", number(offload.num_load_failures + offload.num_store_failures), "Loads and stores of which a part did not arrive."],
+    };
+    fill(this.find("moved"), Object.keys(moved), (name) => row(moved[name][0], { moved: name }, moved[name][1], moved[name][2]));
+    fill(this.find("tiers"), offload.tiers, (tier) => {
+      const item = row(tier.name, { tier: tier.name }, `${bytes(tier.used_bytes)} of ${bytes(tier.capacity_bytes)}`, "What is in use of this tier.");
+      const meter = document.createElement("meter");
+      meter.max = tier.capacity_bytes;
+      meter.value = tier.used_bytes;
+      item.insertBefore(meter, item.lastChild);
+      return item;
+    });
+  }
+
   text(id, text) {
     const element = this.find(id);
     if (element.textContent !== text) element.textContent = text;
@@ -91,6 +114,11 @@ function number(value) {
 
 function percent(share) {
   return `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
+}
+
+/** Bytes, and how many a second while any moved. */
+function flow(movedBytes, seconds) {
+  return seconds > 0 ? `${bytes(movedBytes)}, ${bytes(movedBytes / seconds)}/s` : bytes(movedBytes);
 }
 
 function bytes(value) {

@@ -26,7 +26,7 @@ async function look() {
   canvas.show(view.pages, view.kinds);
   figures.show(view);
   showStatus("ready", "ready");
-  return view.num_running || view.num_waiting || chat.running ? BUSY_MS : IDLE_MS;
+  return view.num_running || view.num_waiting || view.num_parked || chat.running ? BUSY_MS : IDLE_MS;
 }
 
 async function watch() {

@@ -9,6 +9,7 @@ export const KINDS = {
   free: "holds nothing; what its bytes are, nobody can tell",
   kv: "rows of a running request, not yet a full page that is indexed",
   indexed: "full of computed rows and found by the prefix cache: whoever begins alike reuses it",
+  leased: "being loaded from a tier, or about to be: nobody reads it, and nobody gets it",
   image: "part of a checkpoint: a recurrent state, laid over pages of the pool",
   null: "page 0: never handed out, named by every padded lane",
 };
