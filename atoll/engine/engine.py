@@ -112,12 +112,12 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget every prefix, a connector's too, so that all pages are free; the statistics go on. Raises RequestError while a request waits or runs."""
-        if not self.has_work:
-            self.drain_transfers()
         if self.has_work:
             raise RequestError(
                 f"requests that wait or run: {len(self._generations)}, 0 is the limit for a reset of the prefix cache; let them end, or abort them"
             )
+        if not self.drain_transfers():
+            raise RequestError("pages are leased to transfers that do not end, 0 is the limit for a reset of the prefix cache; try again later")
         self.scheduler.reset_prefix_cache()
 
     def add(
@@ -229,7 +229,8 @@ class Engine:
         self.scheduler.commit(step, {})
         self.offload.worker.wait(TRANSFER_WAIT_S)
         self._take_completions()
-        self._check_idle()
+        if not self.has_pending_transfers:
+            self._check_idle()
 
     def _take_completions(self) -> None:
         if self.offload is not None:
