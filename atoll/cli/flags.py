@@ -65,7 +65,7 @@ class EngineFlags(NumberFlags):
         int | None, typer.Option(help="Of a hybrid model: tokens between kept states; 0: keep none, -1: no ladder.", show_default="from the state's size")
     ] = EngineConfig.state_checkpoint_interval_tokens
     checkpoint_policy: Annotated[str, typer.Option(help="Where states are kept: all, or some of ladder,prompt,demand,end.")] = EngineConfig.checkpoint_policy
-    attention_backend: Annotated[str, typer.Option(help="auto, triton, reference, flashinfer_xqa, flashinfer_tensor_cores, leaky.")] = (
+    attention_backend: Annotated[str, typer.Option(help="auto, gluon_sm90, triton, reference, flashinfer_xqa, flashinfer_tensor_cores, leaky.")] = (
         EngineConfig.attention_backend
     )
     guard: Annotated[str, typer.Option(help="Zero released pages: on, off, or auto, which is on where attention does not mask unowned rows.")] = (

@@ -195,7 +195,7 @@ def test_the_longest_sequence_fits_the_model_and_the_pool() -> None:
 
 def test_an_attention_backend_that_cannot_run_here_fails_at_the_start() -> None:
     assert make_llm(attention_backend="reference").engine.runner.attention_backend == "reference"
-    with pytest.raises(BackendError, match="attention backend 'cutlass' is unknown; use 'auto' or one of triton, reference"):
+    with pytest.raises(BackendError, match="attention backend 'cutlass' is unknown; use 'auto' or one of gluon_sm90, triton, reference"):
         make_llm(attention_backend="cutlass")
 
 

@@ -19,10 +19,13 @@ from unittest import mock
 
 import torch
 import triton
+from triton._utils import canonicalize_dtype
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from atoll.ops.attention import BatchShape, DecodeSpec, plan_decode, triton_append, triton_decode
+from atoll.ops.attention import BatchShape, DecodeSpec, gluon_decode_sm90, plan_decode, triton_append, triton_decode
 from atoll.probe import Case
 
 # `atoll.ops.attention.combine`, the module, not its function.
@@ -38,6 +41,7 @@ _POINTERS = {
     torch.float32: "*fp32",
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.uint8: "*u8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -88,9 +92,24 @@ class _Recorder:
 
 
 def decode_launches(spec: DecodeSpec, target: str) -> list[Launch]:
-    """The split and combine kernels as the backend would launch them for a middling batch on that target."""
+    """The split and combine kernels as the Triton backend would launch them for a middling batch on that target."""
+    return _decode_launches(triton_decode, "decode_split_kernel", spec, target, 16, 16384)
+
+
+def gluon_launches(spec: DecodeSpec, target: str) -> list[Launch]:
+    """The Hopper backend's kernels, with every tuning that it has: for a middling batch, for one that fills the device, for a long sequence alone."""
+    shapes = dict.fromkeys(((16, 16384), (64, 4096), (256, 16384), (1, 65536)))
+    found: dict[object, Launch] = {}
+    for batch, seq_len in shapes:
+        for launch in _decode_launches(gluon_decode_sm90, "decode_tma_kernel", spec, target, batch, seq_len):
+            arguments = launch.arguments
+            found.setdefault((launch.kernel, *(arguments.get(name) for name in ("TILE", "STAGES", "NUM_WARPS", "SPLIT"))), launch)
+    return list(found.values())
+
+
+def _decode_launches(backend: ModuleType, kernel: str, spec: DecodeSpec, target: str, batch: int, seq_len: int) -> list[Launch]:
     nvidia = target.startswith("sm_")
-    config = triton_decode.config(spec, BatchShape(batch=16, max_seq_len=16384, num_sms=132, amd=not nvidia))
+    config = backend.config(spec, BatchShape(batch=batch, max_seq_len=seq_len, num_sms=132, amd=not nvidia))
     problem = Case(spec, (40, 200)).make()
     # The plan only makes the workspace here; this host cannot run the Triton backend.
     plan = plan_decode(spec, problem.seq_lens, problem.page_table, backend="reference", config=config)
@@ -101,11 +120,11 @@ def decode_launches(spec: DecodeSpec, target: str) -> list[Launch]:
         return {"launch_pdl": True, **registers} if nvidia else {}
 
     with ExitStack() as stack:
-        for module in (triton_decode, combine):
+        for module in (backend, combine):
             stack.enter_context(mock.patch.object(module, "has_dependent_launch", return_value=nvidia))
             stack.enter_context(mock.patch.object(module, "launch_options", launch_options))
-        launches = stack.enter_context(recorded_launches((triton_decode, "decode_split_kernel"), (combine, "combine_kernel")))
-        triton_decode.decode(problem.q, problem.kv, plan, out, lse, problem.sinks)
+        launches = stack.enter_context(recorded_launches((backend, kernel), (combine, "combine_kernel")))
+        backend.decode(problem.q, problem.kv, plan, out, lse, problem.sinks)
     return launches
 
 
@@ -148,7 +167,7 @@ def build(launch: Launch, target: str) -> Cost:
         # An allocator aligns to 16 bytes; a view into a buffer is aligned by its layout.
         if specialize and (isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)):
             attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+    source = (GluonASTSource if launch.kernel.is_gluon() else ASTSource)(launch.kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=TARGETS[target], options=launch.options)
     name = launch.kernel.fn.__name__
     if "cubin" in compiled.asm:
@@ -159,6 +178,8 @@ def build(launch: Launch, target: str) -> Cost:
 def _type_name(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return _POINTERS[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{canonicalize_dtype(value.base.dtype)}{list(value.block_shape)},{value.layout!r}>"
     if isinstance(value, float):
         return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"

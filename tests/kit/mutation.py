@@ -54,7 +54,7 @@ def load_source(source: str, path: Path) -> ModuleType:
 def mutated_backend(backend: str, file: str, edits: Iterable[Edit], directory: Path) -> ModuleType:
     """A copy of a backend's module in which `file` (the backend's own, or one whose functions it imports) is mutated."""
     mutated = load_source(mutated_source(file, edits), directory / f"mutated_{file}")
-    home = {"triton": "triton_decode.py", "reference": "reference.py"}[backend]
+    home = {"gluon_sm90": "gluon_decode_sm90.py", "triton": "triton_decode.py", "reference": "reference.py"}[backend]
     if file == home:
         return mutated
     module = load_source((OPS / home).read_text(), directory / f"copied_{home}")
@@ -65,8 +65,15 @@ def mutated_backend(backend: str, file: str, edits: Iterable[Edit], directory: P
 
 
 def probe_mutation(
-    backend: str, file: str, edits: tuple[Edit, ...], case: Case, config: DecodeConfig | None, fills: tuple[str, ...], directory: Path
+    backend: str,
+    file: str,
+    edits: tuple[Edit, ...],
+    case: Case,
+    config: DecodeConfig | None,
+    fills: tuple[str, ...],
+    directory: Path,
+    device: str = "cpu",
 ) -> CaseReport:
     """The probe of a backend with a mutated source; `directory` must outlive the call."""
     module = mutated_backend(backend, file, edits, directory)
-    return probe_case(BackendAdapter(backend, config, module.decode), case, fills=fills)
+    return probe_case(BackendAdapter(backend, config, module.decode), case, device=device, fills=fills)

@@ -71,7 +71,7 @@ def test_a_module_that_raises_at_import_is_named(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("xqa", "adapter 'xqa' is unknown; use one of triton, reference, leaky_control"),
+        ("xqa", "adapter 'xqa' is unknown; use one of gluon_sm90, triton, reference, leaky_control"),
         ("no_such_package.kernels:adapter", "adapter 'no_such_package.kernels:adapter' cannot be imported: "),
         ("atoll.probe.adapters:nothing", "module atoll.probe.adapters has no function 'nothing'; check"),
         (".kernels:adapter", "adapter '.kernels:adapter' is not of the form module:function; pass"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atoll.ops.attention import DecodeSpec
-from tests.kit.build import SHARED_LIMITS, TARGETS, Cost, append_launches, build_costs, decode_launches
+from tests.kit.build import SHARED_LIMITS, TARGETS, Cost, append_launches, build_costs, decode_launches, gluon_launches
 from tests.kit.workers import compiling_pool
 
 
@@ -30,6 +30,19 @@ DECODE = {
 }
 APPEND = {name: spec(name, 16, 128, 8) for name in ("bf16", "fp8_tensor", "fp8_token")}
 
+# The Hopper kernel: pages of each kind against the tile, head dims, most and fewest query rows, and every option once.
+GLUON = {
+    "gluon fp8_tensor p16 d256 rows 8": spec("fp8_tensor", 16, 256, 8),
+    "gluon fp8_tensor p64 d256 rows 16": spec("fp8_tensor", 64, 256, 16),
+    "gluon fp8_tensor p32 d128 rows 32 options": spec("fp8_tensor", 32, 128, 8, 4, window=128, soft_cap=30.0, sinks=True),
+    "gluon fp8_tensor p128 d128 rows 64": spec("fp8_tensor", 128, 128, 16, 4),
+    "gluon fp8_token p64 d64 rows 64 options": spec("fp8_token", 64, 64, 16, 4, window=128, soft_cap=30.0),
+    "gluon fp8_token p64 d256 rows 32": spec("fp8_token", 64, 256, 8, 4),
+    "gluon fp8_tensor p64 d256 unmasked": spec("fp8_tensor", 64, 256, 8, mask_unowned_kv=False),
+    "gluon fp8_token p64 d256 rows 8": spec("fp8_token", 64, 256, 8),
+    "gluon fp8_token p16 d128 rows 32 options": spec("fp8_token", 16, 128, 8, 4, window=128, sinks=True),
+}
+
 Builds = dict[tuple[str, str], Future[list[Cost]]]
 
 
@@ -38,7 +51,8 @@ def builds() -> Iterator[Builds]:
     """All builds at once, over processes in which Triton compiles and does not interpret."""
     pool = compiling_pool()
     jobs = [(name, decode_launches, spec) for name, spec in DECODE.items()] + [(name, append_launches, spec) for name, spec in APPEND.items()]
-    builds = {(name, target): pool.submit(build_costs, launches_of, spec, target) for target in TARGETS for name, launches_of, spec in jobs}
+    builds = {(name, "sm_90"): pool.submit(build_costs, gluon_launches, spec, "sm_90") for name, spec in GLUON.items()}
+    builds |= {(name, target): pool.submit(build_costs, launches_of, spec, target) for target in TARGETS for name, launches_of, spec in jobs}
     for target in ("sm_90", "gfx942"):
         # One warp's registers for 128 x 256 fp32 accumulators.
         builds["made to spill", target] = pool.submit(build_costs, decode_launches, DECODE["bf16 p64 d256 rows 128"], target, num_warps=1, num_stages=1)
@@ -56,6 +70,15 @@ def test_builds_without_spills(name: str, target: str, builds: Builds, record_pr
     assert [cost.fault for cost in costs if cost.fault] == []
     kernels = {cost.kernel for cost in costs}
     assert kernels == ({"append_kv_kernel"} if name in APPEND else {"decode_split_kernel", "combine_kernel"})
+
+
+@pytest.mark.parametrize("name", GLUON)
+def test_the_hopper_kernel_builds_without_spills(name: str, builds: Builds, record_property: Callable[[str, str], None]) -> None:
+    costs = builds[name, "sm_90"].result()
+    for cost in costs:
+        record_property(cost.kernel, f"{cost.registers} registers, {cost.spill_bytes} bytes spilled, {cost.shared_bytes} bytes shared")
+    assert [cost.fault for cost in costs if cost.fault] == []
+    assert {cost.kernel for cost in costs} == {"decode_tma_kernel", "combine_kernel"}
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])

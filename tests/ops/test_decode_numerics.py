@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atoll.ops.attention import DecodeConfig, DecodeSpec, merge_states
+from atoll.ops.attention import DecodeConfig, DecodeSpec, gluon_decode_sm90, merge_states
 from atoll.probe import BackendAdapter, Case, CaseReport, probe_case
 from atoll.probe.cases import DecodeProblem, hostile_lengths, row_values, set_rows, spike_keys, with_flags
 from atoll.probe.kernels import changed_rows, poison_everything
 from atoll.probe.matrix import matrix
 from atoll.probe.oracle import compare, exact_attention, low_precision_attention
 from tests.kit.batches import answer, rows_changed_alone
+from tests.kit.hopper import best_backend
 from tests.kit.workers import WorkerPool, probe_interpreted
 
 BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.gpu)]
@@ -29,6 +30,28 @@ def spec(kv_format: str = "bf16", **options: object) -> DecodeSpec:
 def test_error_is_within_the_bound(case: Case, backend: str, device: torch.device) -> None:
     problem = case.make(device)
     assert compare(problem, *answer(backend, problem)).within
+
+
+HOPPER = [
+    replace(case, seq_lens=(*hostile_lengths(case.spec.page_size), 4096, 8192))
+    for case in [case for case in matrix("full") if gluon_decode_sm90.refusal(case.spec) is None and case.layout != "odd"][::7]
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", HOPPER, ids=lambda case: case.name)
+def test_error_of_the_hopper_kernel_is_within_the_bound(case: Case, device: torch.device) -> None:
+    problem = case.make(device)
+    assert compare(problem, *answer(best_backend(), problem)).within
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "config", [DecodeConfig(64, 1), DecodeConfig(64, 7, num_stages=6), DecodeConfig(128, 2, num_warps=8), DecodeConfig(64, 9, tiles_per_split=8)]
+)
+def test_error_of_the_hopper_kernel_is_within_the_bound_for_every_tuning(config: DecodeConfig, device: torch.device) -> None:
+    problem = Case(spec("fp8_tensor", head_dim=256, page_size=64), (*hostile_lengths(64), 4096)).make(device)
+    assert compare(problem, *answer(best_backend(), problem, config)).within
 
 
 INTERPRETED = [
@@ -89,6 +112,14 @@ CROWD = Case(spec(batch_invariant=True, query_len=2), hostile_lengths(16), max_s
 @pytest.mark.parametrize("kv_format", ["bf16", "fp8_token"])
 def test_batch_invariant_gives_a_sequence_the_same_bits_alone(kv_format: str, backend: str, device: torch.device) -> None:
     assert rows_changed_alone(backend, with_flags(CROWD, kv_format=kv_format), device=device) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_format", ["fp8_tensor", "fp8_token"])
+def test_batch_invariant_holds_for_the_hopper_kernel(kv_format: str, device: torch.device) -> None:
+    crowd = Case(spec(batch_invariant=True, kv_format=kv_format), (*hostile_lengths(16), 3000), max_seq_len=4096)
+    if gluon_decode_sm90.refusal(crowd.spec) is None:
+        assert rows_changed_alone(best_backend(), crowd, device=device) == 0
 
 
 def test_batch_invariant_holds_in_the_interpreter(interpreter: WorkerPool) -> None:

@@ -75,5 +75,5 @@ def test_only_a_spec_without_the_promise_takes_it_and_auto_never_does() -> None:
 
 @pytest.mark.parametrize("call", [load_backend, backend_masks_unowned])
 def test_an_unknown_backend_is_refused(call: object) -> None:
-    with pytest.raises(BackendError, match="attention backend 'xformers' is unknown; use 'auto' or one of triton, reference, flashinfer_xqa"):
+    with pytest.raises(BackendError, match="attention backend 'xformers' is unknown; use 'auto' or one of gluon_sm90, triton, reference, flashinfer_xqa"):
         call("xformers")  # type: ignore[operator]

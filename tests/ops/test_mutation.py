@@ -1,6 +1,7 @@
 """Negative controls: each protection of the decode backends is taken out of the source, and the probe must turn red."""
 
 import re
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,12 @@ import pytest
 
 from atoll.ops.attention import DecodeConfig, DecodeSpec
 from atoll.probe import Case, CaseReport
-from tests.kit.mutation import OPS, Edit, mutated_source, probe_mutation, tags
+from atoll.probe.parallel import process_pool
+from tests.kit.hopper import is_hopper
+from tests.kit.mutation import OPS, Edit, mutated_backend, mutated_source, probe_mutation, tags
 from tests.kit.workers import WorkerPool
 
-TAGGED_FILES = ("triton_decode.py", "combine.py")
+TAGGED_FILES = ("triton_decode.py", "combine.py", "gluon_kernel_sm90.py")
 
 ONE_SPLIT = DecodeConfig(tile=32, num_splits=1)
 THREE_SPLITS = DecodeConfig(tile=16, num_splits=3)
@@ -71,6 +74,34 @@ TRITON = [
     tagged("splits", "o_s < num_used", "o_s >= 0", Case(spec(), (1, 17, 40)), file="combine.py", config=DecodeConfig(tile=16, num_splits=64)),
 ]
 
+
+def gluon(tag: str, old: str, new: str, case: Case, finds: str = "leak", **rest: object) -> Mutation:
+    return tagged(tag, old, new, case, finds, file="gluon_kernel_sm90.py", **({"config": DecodeConfig()} | rest))  # type: ignore[arg-type]
+
+
+def hopper_spec(kv_format: str = "fp8_tensor", **options: object) -> DecodeSpec:
+    return spec(kv_format, head_dim=64, **options)
+
+
+HOPPER_PLAIN = Case(hopper_spec(), (1, 17, 40, 150))
+HOPPER_DRAFTS = Case(hopper_spec(query_len=3), (3, 17, 66, 150))
+HOPPER_WINDOW = Case(hopper_spec(query_len=3, window=70), (3, 17, 66, 150))
+
+# On a GPU alone: Gluon has no interpreter. What a table's hostile entries name is not among these: the copies' engine reads zeros beyond the pool, and a load
+# of a scale there would end the process.
+GLUON = [
+    gluon("scores", 'gl.where(m_seen, b_s, float("-inf"))', "b_s", HOPPER_PLAIN),
+    gluon("scores", 'float("-inf")', "-1.0e30", Case(hopper_spec(query_len=3), (1, 2, 17)), "wrong", why="finite sentinel"),
+    gluon("values", "gl.where(gl.expand_dims(m_v, 0), b_v, nothing)", "b_v", HOPPER_PLAIN),
+    gluon("partly seen values", "gl.where(gl.expand_dims(m_v, 0), v_tile.load(a_layout), nothing)", "v_tile.load(a_layout)", HOPPER_DRAFTS),
+    gluon("drafts", "gl.minimum(row_hi, position_0 + i_t + 1)", "row_hi", HOPPER_DRAFTS, "control"),
+    gluon("windows of drafts", "(o_v > position_0 + i_t - window)", "(o_v >= 0)", HOPPER_WINDOW),
+    gluon("left edge", "(common_lo + TILE - 1) // TILE", "common_lo // TILE", Case(hopper_spec(window=100), (1, 150, 200))),
+    gluon("right edge", "common_hi // TILE", "(common_hi + TILE - 1) // TILE", HOPPER_PLAIN),
+    gluon("scales", "(o_row < row_hi)", "(o_row >= 0)", Case(hopper_spec("fp8_token"), (1, 17, 40)), fill="max"),
+    gluon("seen scales", "gl.where(m_seen, b_p, 0.0)", "b_p", Case(hopper_spec("fp8_token", query_len=3), (3, 17, 50)), "control"),
+]
+
 # The reference slices, so that it has no line to take out: these shift a slice by one row.
 REFERENCE = [
     Mutation(
@@ -118,6 +149,34 @@ def test_taking_out_a_protection_of_the_triton_kernel_is_seen(mutation: Mutation
     check_found(mutated[mutation.name].result(), mutation)
 
 
+@pytest.fixture(scope="module")
+def mutated_on_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, bool], Future[CaseReport]]]:
+    """Each Hopper case with its mutation (True) and without, over processes: each compiles a kernel of its own."""
+    pool = process_pool()
+
+    def probe(m: Mutation, edits: tuple[Edit, ...]) -> Future[CaseReport]:
+        directory = tmp_path_factory.mktemp(re.sub(r"\W+", "_", m.name))
+        return pool.submit(probe_mutation, "gluon_sm90", m.file, edits, m.case, m.config, (m.fill,), directory, "cuda")
+
+    yield {(m.name, mutate): probe(m, m.edits if mutate else ()) for m in GLUON for mutate in (True, False)}
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mutation", GLUON, ids=lambda mutation: mutation.name)
+def test_taking_out_a_protection_of_the_hopper_kernel_is_seen(mutation: Mutation, mutated_on_gpu: dict[tuple[str, bool], Future[CaseReport]]) -> None:
+    if is_hopper():
+        check_found(mutated_on_gpu[mutation.name, True].result(), mutation)
+    assert mutated_on_gpu[mutation.name, False].result().status == ("clean" if is_hopper() else "refused")
+
+
+@pytest.mark.parametrize("mutation", GLUON, ids=lambda mutation: mutation.name)
+def test_mutations_of_the_hopper_kernel_fit_its_source(mutation: Mutation, tmp_path: Path) -> None:
+    """What can be held without a GPU: the mutated kernel is the one that the mutated backend launches."""
+    module = mutated_backend("gluon_sm90", mutation.file, mutation.edits, tmp_path)
+    assert module.decode_tma_kernel.fn.__code__.co_filename == str(tmp_path / f"mutated_{mutation.file}")
+
+
 @pytest.mark.parametrize("mutation", REFERENCE, ids=lambda mutation: mutation.name)
 def test_taking_out_a_protection_of_the_reference_is_seen(mutation: Mutation, tmp_path: Path) -> None:
     check_found(probe_mutation("reference", mutation.file, mutation.edits, mutation.case, None, (mutation.fill,), tmp_path), mutation)
@@ -135,7 +194,7 @@ def test_every_case_here_is_clean_without_its_mutation(interpreter: WorkerPool, 
 
 @pytest.mark.parametrize("file", TAGGED_FILES)
 def test_every_tagged_protection_has_a_mutation(file: str) -> None:
-    assert tags(file) == {edit.tag for mutation in TRITON if mutation.file == file for edit in mutation.edits}
+    assert tags(file) == {edit.tag for mutation in (*TRITON, *GLUON) if mutation.file == file for edit in mutation.edits}
 
 
 def test_no_other_file_is_tagged() -> None:

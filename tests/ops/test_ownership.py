@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from atoll.ops.attention import DecodeConfig, DecodeSpec
+from atoll.ops.attention import DecodeConfig, DecodeSpec, gluon_decode_sm90
 from atoll.probe import FILLS, BackendAdapter, Case, CaseReport, get_adapter, probe_case
 from atoll.probe.cases import DecodeProblem, as_bits, hostile_lengths, row_values
 from atoll.probe.kernels import poison_everything
@@ -14,9 +14,12 @@ from atoll.probe.layouts import LAYOUTS
 from atoll.probe.matrix import FORMATS, GROUPS, HEAD_DIMS, PAGES, QUERY_LENS, RARE_FORMATS, RARE_PAGES, matrix
 from atoll.probe.parallel import probe_by_name, process_pool
 from atoll.probe.poison import parts_of
+from tests.kit.hopper import best_backend, is_hopper
 from tests.kit.workers import WorkerPool, probe_interpreted, rows_changed_by_flag
 
 QUICK = matrix("quick", short=True)
+# Rows that lie on no multiple of 16 bytes go to the Triton kernel (tests/ops/test_gluon_sm90.py).
+HOPPER = [case for case in matrix("full") if gluon_decode_sm90.refusal(case.spec) is None and case.layout != "odd"]
 
 # Fills for the interpreter, where each run costs a second: NaN of every kind, Inf, and finite rows as an earlier request leaves them.
 FEW_FILLS = ("nan", "inf", "stale")
@@ -71,17 +74,29 @@ def test_interpreted_triton_owns_what_it_reads(name: str, interpreted: dict[str,
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Iterator[dict[str, Future[CaseReport]]]:
-    """Over processes, since nearly every case compiles a kernel of its own."""
+def compiled() -> Iterator[dict[tuple[str, str], Future[CaseReport]]]:
+    """Over processes, since nearly every case compiles a kernel of its own; the Hopper kernel's first."""
     pool = process_pool()
-    yield {case.name: pool.submit(probe_by_name, "triton", case, "cuda") for case in matrix("full")}
+    chosen = [("gluon_sm90", case) for case in HOPPER] + [("triton", case) for case in matrix("full")]
+    yield {(backend, case.name): pool.submit(probe_by_name, backend, case, "cuda") for backend, case in chosen}
     pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [case.name for case in matrix("full")])
-def test_compiled_triton_owns_what_it_reads(name: str, compiled: dict[str, Future[CaseReport]]) -> None:
-    check_clean(compiled[name].result())
+def test_compiled_triton_owns_what_it_reads(name: str, compiled: dict[tuple[str, str], Future[CaseReport]]) -> None:
+    check_clean(compiled["triton", name].result())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [case.name for case in HOPPER])
+def test_the_hopper_kernel_owns_what_it_reads(name: str, compiled: dict[tuple[str, str], Future[CaseReport]]) -> None:
+    report = compiled["gluon_sm90", name].result()
+    if not is_hopper():
+        assert report.refusal is not None
+        assert "is not an NVIDIA GPU of compute capability 9.0" in report.refusal
+        return
+    check_clean(report)
 
 
 def test_leaky_control_is_caught_in_every_region() -> None:
@@ -103,6 +118,12 @@ def test_reference_leaks_when_its_protection_is_off(kv_format: str) -> None:
 @pytest.mark.parametrize("case", QUICK[::3], ids=lambda case: case.name)
 def test_both_flags_give_the_same_bits_on_clean_input(case: Case, backend: str, device: torch.device) -> None:
     assert rows_changed_by_flag(case, backend, device=device) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", HOPPER[::5], ids=lambda case: case.name)
+def test_both_flags_of_the_hopper_kernel_give_the_same_bits_on_clean_input(case: Case, device: torch.device) -> None:
+    assert rows_changed_by_flag(case, best_backend(), device=device) == 0
 
 
 def test_both_flags_give_the_same_bits_on_clean_input_interpreted(interpreter: WorkerPool) -> None:

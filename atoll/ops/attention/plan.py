@@ -15,6 +15,7 @@ from atoll.ops.attention.spec import DecodeSpec
 # host also has prepare(), which each new plan and each refill runs.
 # In order of preference.
 BACKENDS: dict[str, str] = {
+    "gluon_sm90": "atoll.ops.attention.gluon_decode_sm90",
     "triton": "atoll.ops.attention.triton_decode",
     "reference": "atoll.ops.attention.reference",
 }
@@ -62,6 +63,7 @@ class DecodePlan:
     max_seq_len: int
     partial_o: torch.Tensor  # workspace [B, HKV, NS, QL * G, D] fp32, empty when NS is 1
     partial_lse: torch.Tensor  # workspace [B, HKV, NS, QL * G] fp32
+    by_name: bool = False  # the backend was asked for by name: it may not hand a launch to another
     prepared: dict[str, Any] = field(default_factory=dict)  # what the backend's prepare() left for its decode()
 
     @property
@@ -138,6 +140,7 @@ def plan_decode(
         max_seq_len=max_seq_len,
         partial_o=torch.empty((*partial, spec.head_dim), dtype=torch.float32, device=target),
         partial_lse=torch.empty(partial, dtype=torch.float32, device=target),
+        by_name=backend != "auto",
     )
     plan._prepare(lens, page_table)
     return plan

@@ -1,8 +1,8 @@
 """What one decode attention call computes: shapes, dtypes and semantics, fixed before any batch is known."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
@@ -104,6 +104,7 @@ class PagedKV:
     k_scale: torch.Tensor | None = None  # fp8_tensor [1], fp8_token [P, HKV, S]; fp32; real value = stored * scale
     v_scale: torch.Tensor | None = None
     v_layout: VLayout = "plain"
+    prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # what backends made of these tensors, once for all launches
 
     @property
     def num_pages(self) -> int:

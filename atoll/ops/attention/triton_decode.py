@@ -64,32 +64,32 @@ def _config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
         # A fixed share per program: how a sequence is cut depends on its own length alone.
         tile, tiles_per_split = (64, 16) if rows <= 16 else (32, 32)
         # Two splits at least: with one the sink would be added before the division, with more after it, and the last bit shows.
-        num_splits = max(2, -(-_max_tiles(spec, shape, tile) // tiles_per_split))
+        num_splits = max(2, -(-max_tiles(spec, shape, tile) // tiles_per_split))
         return DecodeConfig(tile, num_splits, tiles_per_split, 4 if rows <= 32 else 8, 3)
     programs = max(1, shape.batch * spec.num_kv_heads)
     tokens_per_sm = programs * min(shape.max_seq_len, spec.window or shape.max_seq_len) / shape.num_sms
     if rows > 32:
         # wgmma, whose M is 64, over two warpgroups
-        return DecodeConfig(32, _num_splits(spec, shape, 32, shape.num_sms), 0, num_warps=8, num_stages=4)
+        return DecodeConfig(32, choose_num_splits(spec, shape, 32, shape.num_sms), 0, num_warps=8, num_stages=4)
     if rows > 16 or tokens_per_sm <= 128:
         # Latency: the smallest tile starts soonest.
-        return DecodeConfig(32, _num_splits(spec, shape, 32, shape.num_sms), 0, num_warps=4, num_stages=4 if rows <= 16 else 5)
+        return DecodeConfig(32, choose_num_splits(spec, shape, 32, shape.num_sms), 0, num_warps=4, num_stages=4 if rows <= 16 else 5)
     if tokens_per_sm <= 512:
         # Two programs an SM hide each other's start and end; for bf16 one masked loop is quicker than a full and an edge one (12.4 against 13.2 us).
-        return DecodeConfig(64, _num_splits(spec, shape, 64, 2 * shape.num_sms), 0, 4, 3, peel_above=0 if fp8 else 4)
+        return DecodeConfig(64, choose_num_splits(spec, shape, 64, 2 * shape.num_sms), 0, 4, 3, peel_above=0 if fp8 else 4)
     # Bandwidth: bf16 keeps 128 KiB in flight an SM with one program, fp8 needs two to convert as fast as it loads.
     slots = (2 if fp8 and tokens_per_sm > 1024 else 1) * shape.num_sms
-    return DecodeConfig(64, _num_splits(spec, shape, 64, slots), 0, 4, 5)
+    return DecodeConfig(64, choose_num_splits(spec, shape, 64, slots), 0, 4, 5)
 
 
-def _num_splits(spec: DecodeSpec, shape: BatchShape, tile: int, slots: int) -> int:
+def choose_num_splits(spec: DecodeSpec, shape: BatchShape, tile: int, slots: int) -> int:
     """The count of splits whose programs fill `slots` in the fewest rounds of the least work, each split paid for in the merge."""
     programs = max(1, shape.batch * spec.num_kv_heads)
-    limit = min(_max_tiles(spec, shape, tile), MAX_SPLITS)
+    limit = min(max_tiles(spec, shape, tile), MAX_SPLITS)
     return min(range(1, limit + 1), key=lambda n: -(-programs * n // slots) / n * (1 + n / 128))
 
 
-def _max_tiles(spec: DecodeSpec, shape: BatchShape, tile: int) -> int:
+def max_tiles(spec: DecodeSpec, shape: BatchShape, tile: int) -> int:
     """Upper bound on the tiles of one sequence; a window may straddle one more tile at either edge."""
     tokens = shape.max_seq_len
     if spec.window is not None:

@@ -1,0 +1,176 @@
+"""Decode attention over fp8 pages for Hopper in Gluon: what it takes, its tuning and its launch; the kernel is in `gluon_kernel_sm90`.
+
+A cache whose strides the copies' engine does not take (TMA: every stride a multiple of 16 bytes) goes to the Triton kernel, launch by launch, in plans that
+"auto" made; in a plan that asked for this backend by name it is an error.
+
+Source: as triton_decode.py.
+"""
+
+from dataclasses import replace
+from math import prod
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from atoll.errors import BackendError
+from atoll.ops.attention import triton_decode
+from atoll.ops.attention.combine import combine, has_dependent_launch, launch_options
+from atoll.ops.attention.gluon_kernel_sm90 import decode_tma_kernel
+from atoll.ops.attention.plan import BatchShape, DecodeConfig, DecodePlan
+from atoll.ops.attention.spec import DecodeSpec, PagedKV
+from atoll.ops.quant.formats import is_fp8
+
+MASKS_UNOWNED = True
+GRAPH_SAFE = True
+COVERS_ALL = False  # what it refuses, "auto" gives to the next backend
+
+HEAD_DIMS = (64, 128, 256)
+MIN_PAGE_SIZE = 16
+# q stays in registers, in each warp whole, up to so many rows; more are read from shared memory for every tile.
+MAX_REGISTER_ROWS = 32
+# More rows, or more of the accumulators, spill (ahead-of-time builds, tests/ops/test_build.py).
+MAX_ROWS = 64
+MAX_QUERY_VALUES = 32 * 256
+_TMA_ALIGN_BYTES = 16
+
+
+def supports(spec: DecodeSpec, device: torch.device) -> str | None:
+    """Why this backend cannot run `spec` on `device`, or None if it can."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
+        return f"device {device} is not an NVIDIA GPU of compute capability 9.0"
+    return refusal(spec)
+
+
+def refusal(spec: DecodeSpec) -> str | None:
+    """Why this backend cannot run `spec` on any device."""
+    if not is_fp8(spec.kv_format):
+        return f"kv_format {spec.kv_format!r} is not fp8"
+    if spec.v_layout != "plain":
+        return f"v_layout {spec.v_layout!r} is not 'plain'"
+    if spec.head_dim not in HEAD_DIMS:
+        return f"head_dim {spec.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    if spec.page_size < MIN_PAGE_SIZE:
+        return f"page_size {spec.page_size} is below {MIN_PAGE_SIZE}"
+    if block_rows(spec) > MAX_ROWS or block_rows(spec) * spec.head_dim > MAX_QUERY_VALUES:
+        return f"{spec.query_len * spec.group_size} query rows of {spec.head_dim} are too many for a program's registers"
+    return None
+
+
+def config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
+    """Tuning for one batch shape: a pure function of its arguments. Measured on an H200 with D 256, HKV 2, GQA 8, page 64 (LOG.md, 2026-11-30)."""
+    if spec.batch_invariant:
+        # A fixed share per program, and two splits at least, as in triton_decode.
+        return DecodeConfig(64, max(2, -(-triton_decode.max_tiles(spec, shape, 64) // 16)), 16, 8 if block_rows(spec) > 16 else 4, 3)
+    if block_rows(spec) > 16:
+        # One program of 8 warps an SM.
+        return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, shape.num_sms), 0, 8, 6)
+    programs = max(1, shape.batch * spec.num_kv_heads)
+    if 0.9 * shape.num_sms <= programs <= shape.num_sms and spec.page_size >= 32 and block_rows(spec) == 8:
+        # One program an SM takes a whole sequence, and nothing is merged: 64 x 4096 in 66.2 and 66.9 us, 68.7 and 69.0 for two of tile 64.
+        return DecodeConfig(128, 1, 0, 8, 3)
+    # Two programs an SM hide each other's barriers (256 x 16384 in 956 us, 968 for one; 16 x 16384 68.4, 71.1), but twice the splits cost more to merge where
+    # each has few tiles: 1 x 65536 in 22.6 us for one, 25.0 for two; 4 x 4096 8.1, 9.1; 16 x 1024 8.4, 8.7. More than 3 stages bring nothing there (22.7, 9.4, 9.6).
+    tiles_per_sm = programs * triton_decode.max_tiles(spec, shape, 64) / shape.num_sms
+    slots = (2 if tiles_per_sm > 16 else 1) * shape.num_sms
+    return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, slots), 0, 4, 3)
+
+
+def block_rows(spec: DecodeSpec) -> int:
+    """Query rows of a KV head, padded to the columns of a multiply."""
+    return max(8, triton.next_power_of_2(spec.query_len * spec.group_size))
+
+
+def column_warps(spec: DecodeSpec) -> int:
+    """Warps that share out the query rows of a tile, each with every row of K and V: else the rows of 17 and more take too many registers."""
+    return 2 if block_rows(spec) > 16 else 1
+
+
+def cache_refusal(kv: PagedKV) -> str | None:
+    """Why the copies' engine cannot read these pages, or None if it can."""
+    for name, pages in (("k", kv.k), ("v", kv.v)):
+        if pages.data_ptr() % _TMA_ALIGN_BYTES or any(stride * pages.element_size() % _TMA_ALIGN_BYTES for stride in pages.stride()[:-1]):
+            return f"{name} pages of strides {pages.stride()} do not lie on multiples of {_TMA_ALIGN_BYTES} bytes"
+        if prod(pages.shape) == 0:
+            return f"{name} pages of shape {tuple(pages.shape)} are empty"
+    return None
+
+
+def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    """Launch the split kernel, and the combine kernel where there is more than one split."""
+    spec, cfg = plan.spec, plan.config
+    descriptors = _descriptors(kv, min(cfg.tile, spec.page_size))
+    if isinstance(descriptors, str):
+        if plan.by_name:
+            raise BackendError(f"gluon_sm90 cannot read this cache: {descriptors}; align its rows and pages, or make the plan with backend='auto'")
+        # The workspace and the tiles of a split stay as planned; 3 stages of any tile here fit.
+        triton_decode.decode(q, kv, replace(plan, config=replace(cfg, num_stages=3)), out, lse, sinks)
+        return
+    split = cfg.num_splits > 1
+    per_token = spec.kv_format == "fp8_token"
+    assert kv.k_scale is not None and kv.v_scale is not None
+    decode_tma_kernel[(spec.num_kv_heads, plan.batch, cfg.num_splits)](
+        out,
+        lse,
+        plan.partial_o,
+        plan.partial_lse,
+        q,
+        *descriptors,
+        kv.k_scale,
+        kv.v_scale,
+        sinks,
+        plan.seq_lens,
+        plan.page_table,
+        spec.scale,
+        spec.soft_cap or 1.0,
+        spec.window or 0,
+        spec.query_len,
+        cfg.num_splits,
+        cfg.tiles_per_split,
+        *q.stride()[:3],
+        *out.stride()[:3],
+        *lse.stride(),
+        *(kv.k_scale.stride() if per_token else (0, 0, 0)),
+        *(kv.v_scale.stride() if per_token else (0, 0, 0)),
+        plan.page_table.stride(0),
+        GROUP=spec.group_size,
+        M=block_rows(spec),
+        D=spec.head_dim,
+        TILE=cfg.tile,
+        S=spec.page_size,
+        SPLIT=split,
+        PER_TOKEN=per_token,
+        CAUSAL=spec.causal,
+        WINDOW=spec.window is not None,
+        SOFT_CAP=spec.soft_cap is not None,
+        SINKS=spec.sinks,
+        MULTI_QUERY=spec.query_len > 1,
+        MASK_KV=spec.mask_unowned_kv,
+        STAGES=cfg.num_stages,
+        NUM_WARPS=cfg.num_warps,
+        COLUMN_WARPS=column_warps(spec),
+        SHARED_Q=block_rows(spec) > MAX_REGISTER_ROWS,
+        PDL=has_dependent_launch(q.device),
+        num_warps=cfg.num_warps,
+        **launch_options(q.device, cfg.max_registers),
+    )
+    if split:
+        combine(out, lse, plan, sinks)
+
+
+def _descriptors(kv: PagedKV, rows: int) -> tuple[TensorDescriptor, TensorDescriptor] | str:
+    """How the copies' engine reads K and V, boxes of so many rows of one page and head; or why it cannot. Made once for a layer's cache."""
+    key = ("gluon_sm90", rows)
+    if key not in kv.prepared:
+        reason = cache_refusal(kv)
+        kv.prepared[key] = reason if reason is not None else (_descriptor(kv.k, rows), _descriptor(kv.v, rows))
+    return kv.prepared[key]
+
+
+def _descriptor(pages: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Bytes [P, HKV, S, D] as pairs [P, HKV, S, D / 2]; swizzled, so that matrix loads of either direction meet no bank twice."""
+    pairs = pages.view(torch.int16)
+    width = pairs.shape[3]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=4)
+    return TensorDescriptor(pairs, list(pairs.shape), list(pairs.stride()), [1, 1, rows, width], layout)

@@ -1,0 +1,476 @@
+"""The Gluon kernel of decode attention over fp8 pages for Hopper: TMA into swizzled shared memory, K and V tiles as the 16-row operand of the multiply.
+
+One program takes one sequence, one KV head and one split, for all query rows of that head (padded to 8 at least). fp8 rows are copied and read as 16-bit pairs:
+a K fragment then holds neighbouring d of one token, so that q, permuted alike, is all that its conversion needs; a V fragment, read transposed, holds two d
+of two tokens, which one byte permute turns into pairs of tokens. Tiles that every query row sees in full carry no mask; the others are peeled.
+
+Lines that end in `# owned: name` are the promise; tests/ops/test_mutation.py takes each out, on a GPU, since Gluon has no interpreter.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _dependent_launch(i_s):
+    """griddepcontrol: wait for the kernel before, then let the one after be set up; a value passes through so that nothing moves above it."""
+    return gl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r,~{memory}", [i_s], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _widen_pairs(x):
+    """The e4m3 pairs of two neighbouring int16 as fp16: the first result has the bytes of each even int16, the second those of each odd one."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }",
+        "=r,=r,r",
+        [x],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _widen_halves(x):
+    """The low and the high bytes (e4m3) of int16 as fp16."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .b16 lo, hi; prmt.b32 t, $2, $2, 0x3120; mov.b32 {lo, hi}, t; cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }",
+        "=r,=r,r",
+        [x],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _owns(i_tile, i, row_lo, row_hi, TILE: gl.constexpr, S: gl.constexpr):
+    """Whether the i-th page of a tile holds an owned row."""
+    first = i_tile * TILE + i * S
+    return (first < row_hi) & (first + S > row_lo)
+
+
+@gluon.jit
+def _pages_of_tile(table_ptr, i_tile, tile_hi, row_lo, row_hi, TILE: gl.constexpr, S: gl.constexpr, MASK_KV: gl.constexpr):
+    """Page ids of a tile. Entries of pages without an owned row, and of tiles past the last, are not read: they may hold anything."""
+    wanted = i_tile < tile_hi
+    if S >= TILE:
+        page0 = gl.load(table_ptr + i_tile * TILE // S, mask=wanted, other=0)
+        return page0, page0, page0, page0
+    else:
+        NUM: gl.constexpr = TILE // S
+        gl.static_assert(NUM == 2 or NUM == 4)
+        first = i_tile * NUM
+        m0 = wanted & _owns(i_tile, 0, row_lo, row_hi, TILE, S)
+        m1 = wanted & _owns(i_tile, 1, row_lo, row_hi, TILE, S)
+        page0 = gl.load(table_ptr + first, mask=m0, other=0)
+        page1 = gl.load(table_ptr + first + 1, mask=m1, other=0)
+        page2 = page0
+        page3 = page0
+        some = gl.where(m0, page0, page1)
+        if NUM == 4:
+            m2 = wanted & _owns(i_tile, 2, row_lo, row_hi, TILE, S)
+            m3 = wanted & _owns(i_tile, 3, row_lo, row_hi, TILE, S)
+            page2 = gl.load(table_ptr + first + 2, mask=m2, other=0)
+            page3 = gl.load(table_ptr + first + 3, mask=m3, other=0)
+            some = gl.where(m0 | m1, some, gl.where(m2, page2, page3))
+        if not MASK_KV:
+            # Every row of the tile meets the multiply, so that all must be copied: the caller promises finite rows in pages that the sequence owns.
+            page0 = gl.where(m0, page0, some)
+            page1 = gl.where(m1, page1, some)
+            if NUM == 4:
+                page2 = gl.where(m2, page2, some)
+                page3 = gl.where(m3, page3, some)
+        return page0, page1, page2, page3
+
+
+@gluon.jit
+def _copy_tile(
+    k_desc, v_desc, k_smem, v_smem, bars, i_slot, page0, page1, page2, page3, i_tile, tile_hi, row_lo, row_hi, i_h,
+    TILE: gl.constexpr, S: gl.constexpr, MASK_KV: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of a tile's K and V; pages without an owned row are not read."""
+    ROWS: gl.constexpr = S if S < TILE else TILE
+    NUM: gl.constexpr = TILE // ROWS
+    BYTES: gl.constexpr = 2 * ROWS * k_desc.block_type.shape[3] * 2
+    wanted = i_tile < tile_hi
+    bar = bars.index(i_slot)
+    if NUM == 1:
+        slot = i_tile * TILE % S
+        mbarrier.expect(bar, BYTES, pred=wanted)
+        tma.async_copy_global_to_shared(k_desc, [page0, i_h, slot, 0], bar, k_smem.index(i_slot), pred=wanted)
+        tma.async_copy_global_to_shared(v_desc, [page0, i_h, slot, 0], bar, v_smem.index(i_slot), pred=wanted)
+    else:
+        if MASK_KV:
+            num_pages = 0
+            for i in gl.static_range(NUM):
+                num_pages += _owns(i_tile, i, row_lo, row_hi, TILE, S).to(gl.int32)
+            # How many bytes to expect is a constant of the instruction, so one of these runs.
+            if num_pages == NUM:
+                mbarrier.expect(bar, BYTES * NUM, pred=wanted)
+            else:
+                for i in gl.static_range(1, NUM):
+                    mbarrier.expect(bar, BYTES * i, pred=wanted & (num_pages == i))
+        else:
+            mbarrier.expect(bar, BYTES * NUM, pred=wanted)
+        for i in gl.static_range(NUM):
+            page = page0 if i == 0 else (page1 if i == 1 else (page2 if i == 2 else page3))
+            copied = wanted & _owns(i_tile, i, row_lo, row_hi, TILE, S) if MASK_KV else wanted
+            tma.async_copy_global_to_shared(k_desc, [page, i_h, 0, 0], bar, k_smem.index(i_slot).slice(i * S, S, dim=2), pred=copied)
+            tma.async_copy_global_to_shared(v_desc, [page, i_h, 0, 0], bar, v_smem.index(i_slot).slice(i * S, S, dim=2), pred=copied)
+
+
+@gluon.jit
+def _pages_of_rows(table_ptr, i_tile, tile_hi, row_lo, row_hi, o_n, S: gl.constexpr, TILE: gl.constexpr, PER_TOKEN: gl.constexpr):
+    """Page of each row of a tile, for its scales; 0 where no row is owned."""
+    if PER_TOKEN:
+        o_row = i_tile * TILE + o_n
+        m_page = (i_tile < tile_hi) & (o_row // S * S < row_hi) & (o_row // S * S + S > row_lo)
+        return gl.load(table_ptr + o_row // S, mask=m_page, other=0)
+    else:
+        return i_tile
+
+
+@gluon.jit
+def _load_scales(
+    scale_ptr, page, i_tile, tile_hi, row_lo, row_hi, o_n, stride_p, stride_s, S: gl.constexpr, TILE: gl.constexpr, PER_TOKEN: gl.constexpr,
+    MASK_KV: gl.constexpr,
+):  # fmt: skip
+    """Scales of a tile's rows."""
+    if PER_TOKEN:
+        o_row = i_tile * TILE + o_n
+        if MASK_KV:
+            m_row = (i_tile < tile_hi) & (o_row < row_hi) & (o_row >= row_lo)  # owned: scales
+        else:
+            m_row = (i_tile < tile_hi) & (o_row // S * S < row_hi) & (o_row // S * S + S > row_lo)
+        return gl.load(scale_ptr + page.to(gl.int64) * stride_p + (o_row % S) * stride_s, mask=m_row, other=0.0)
+    else:
+        return i_tile
+
+
+@gluon.jit
+def _attend_tile(
+    acc0, acc1, p_sum, b_max, v_unit, q0, q1, q_scale, b_ks, b_vs, b_vs_all, soft_cap, k_tile, v_tile, i_tile, row_lo, row_hi, position_0, window, query_len,
+    FULL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, PER_TOKEN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    SOFT_CAP: gl.constexpr, MULTI_QUERY: gl.constexpr, MASK_KV: gl.constexpr, SHARED_Q: gl.constexpr, mma: gl.constexpr, all_layout: gl.constexpr,
+):  # fmt: skip
+    """One online-softmax step over a tile in shared memory, which every query row sees in full (FULL) or each by its own mask."""
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    M: gl.constexpr = q_scale.shape[0]
+    k0, k1 = _widen_pairs(k_tile.load(a_layout))
+    b_s = gl.zeros([TILE, M], gl.float32, mma)
+    if SHARED_Q:
+        b_s = mma_v2(k0, q0.permute((1, 0)).load(b_layout), b_s)
+        b_s = mma_v2(k1, q1.permute((1, 0)).load(b_layout), b_s)
+    else:
+        # Two chains of products, half as long.
+        b_s = mma_v2(k0, q0, b_s) + mma_v2(k1, q1, b_s)
+    b_s = b_s * gl.expand_dims(q_scale, 0)
+    if PER_TOKEN:
+        b_s = b_s * gl.expand_dims(b_ks, 1)
+    if SOFT_CAP:
+        # cap * tanh(s / cap) as 2 * sigmoid(2 s / cap) - 1, which keeps NaN and saturates at both ends; scores are in base 2 already
+        b_s = soft_cap * LOG2_E * (2.0 / (1.0 + gl.exp2(b_s * (-2.0 / soft_cap))) - 1.0)
+    if not FULL:
+        o_row = i_tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, mma))
+        o_t = gl.arange(0, M, layout=gl.SliceLayout(0, mma)) // GROUP
+        m_seen = gl.expand_dims(o_row < row_hi, 1)
+        if CAUSAL and MULTI_QUERY:
+            m_seen = m_seen & (gl.expand_dims(o_row, 1) <= gl.expand_dims(position_0 + o_t, 0))
+        if WINDOW:
+            m_seen = m_seen & (gl.expand_dims(o_row, 1) > gl.expand_dims(position_0 + o_t - window, 0))
+        # -inf, not a large finite number: a row that sees nothing must get probability 0, not 1
+        b_s = gl.where(m_seen, b_s, float("-inf"))  # owned: scores
+
+    # gl.max drops NaN, but exp2(NaN - top) does not: a NaN score reaches the sum and the output
+    b_top = gl.maximum(b_max, gl.max(b_s, 0))
+    b_shift = b_top
+    if not FULL:
+        b_shift = gl.where(b_top == float("-inf"), 0.0, b_top)
+    b_decay = gl.exp2(b_max - b_shift)
+    b_p = gl.exp2(b_s - gl.expand_dims(b_shift, 0))
+    # Summed over the rows of a lane's own, and over lanes and warps once at the end.
+    p_sum = p_sum * gl.expand_dims(b_decay, 0) + b_p
+    if PER_TOKEN:
+        # P times the scale relative to the tile's largest keeps P within fp16, whatever the scales; the values are kept in units of the last tile's.
+        if not FULL and not MASK_KV:
+            # Of rows that count alone: both flags round alike, whatever the scales of the others.
+            o_all = i_tile * TILE + gl.arange(0, TILE, layout=all_layout)
+            b_vs_all = gl.where((o_all < row_hi) & (o_all >= row_lo), b_vs_all, 0.0)
+        unit = gl.max(b_vs_all, 0)
+        unit = gl.where((unit > 0.0) & (unit < float("inf")), gl.maximum(unit, 8.67e-19), 1.0)
+        b_p = b_p * gl.expand_dims(b_vs / unit, 1)
+        if not FULL and MASK_KV:
+            b_p = gl.where(m_seen, b_p, 0.0)  # owned: seen scales
+        b_decay = b_decay * (v_unit / unit)
+        v_unit = unit
+    acc0 = acc0 * gl.expand_dims(b_decay, 0)
+    acc1 = acc1 * gl.expand_dims(b_decay, 0)
+    b_p = gl.convert_layout(b_p.to(gl.float16), b_layout)
+    v_tile = v_tile.permute((1, 0))
+    if FULL:
+        v0, v1 = _widen_halves(v_tile.load(a_layout))
+        return mma_v2(v0, b_p, acc0), mma_v2(v1, b_p, acc1), p_sum, b_top, v_unit
+    else:
+        o_v = i_tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, a_layout))
+        nothing = gl.zeros([acc0.shape[0], TILE], gl.int16, a_layout)
+        zero = gl.zeros([acc0.shape[0], M], gl.float32, mma)
+        if MULTI_QUERY and MASK_KV:
+            # A row that one query token sees may hold NaN, and another that does not see it must not meet it: 0 * NaN.
+            o_t = gl.arange(0, M, layout=gl.SliceLayout(0, mma)) // GROUP
+            for i_t in range(query_len):
+                v_hi = gl.minimum(row_hi, position_0 + i_t + 1) if CAUSAL else row_hi  # owned: drafts
+                m_v = o_v < v_hi
+                if WINDOW:
+                    m_v = m_v & (o_v > position_0 + i_t - window)  # owned: windows of drafts
+                # Loaded anew for each token, since registers are short.
+                v0, v1 = _widen_halves(gl.where(gl.expand_dims(m_v, 0), v_tile.load(a_layout), nothing))  # owned: partly seen values
+                m_t = gl.expand_dims(o_t == i_t, 0)
+                acc0 = gl.where(m_t, acc0 + mma_v2(v0, b_p, zero), acc0)
+                acc1 = gl.where(m_t, acc1 + mma_v2(v1, b_p, zero), acc1)
+            return acc0, acc1, p_sum, b_top, v_unit
+        else:
+            b_v = v_tile.load(a_layout)
+            if MASK_KV:
+                m_v = o_v < row_hi
+                if WINDOW:
+                    m_v = m_v & (o_v >= row_lo)
+                b_v = gl.where(gl.expand_dims(m_v, 0), b_v, nothing)  # owned: values
+            v0, v1 = _widen_halves(b_v)
+            if MULTI_QUERY:
+                # Rounded as in the loop above, so that both flags give the same bits.
+                return acc0 + mma_v2(v0, b_p, zero), acc1 + mma_v2(v1, b_p, zero), p_sum, b_top, v_unit
+            else:
+                return mma_v2(v0, b_p, acc0), mma_v2(v1, b_p, acc1), p_sum, b_top, v_unit
+
+
+@gluon.jit
+def _load_query(
+    q_ptr, sm_scale, i_b, i_h, query_len, stride_q_b, stride_q_t, stride_q_h,
+    GROUP: gl.constexpr, M: gl.constexpr, H: gl.constexpr, NUM_WARPS: gl.constexpr, SHARED_Q: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """The query rows of one KV head as two operands, in the order that `_widen_pairs` gives K, and what their scores are to be multiplied by (base 2).
+
+    The operands are registers, or with SHARED_Q shared memory [M, H].
+    """
+    q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [NUM_WARPS, 1], [1, 0])
+    b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    o_m = gl.arange(0, M, layout=gl.SliceLayout(1, q_layout))
+    o_e = gl.arange(0, H, layout=gl.SliceLayout(0, q_layout))
+    o_q = i_b.to(gl.int64) * stride_q_b + (o_m // GROUP) * stride_q_t + (i_h * GROUP + o_m % GROUP) * stride_q_h
+    o_q = gl.expand_dims(o_q, 1) + gl.expand_dims(o_e // 2 * 4 + o_e % 2, 0)
+    m_q = gl.expand_dims(o_m < query_len * GROUP, 1)
+    q0 = gl.load(q_ptr + o_q, mask=m_q, other=0.0).to(gl.float32)
+    q1 = gl.load(q_ptr + o_q + 2, mask=m_q, other=0.0).to(gl.float32)
+    # fp16 holds e4m3 exactly; a power of two brings each row of q into its range.
+    exponent = gl.ceil(gl.log2(gl.maximum(gl.max(gl.abs(q0), 1), gl.max(gl.abs(q1), 1))))
+    row_scale = gl.where(gl.abs(exponent) < 126.0, gl.exp2(exponent), 1.0)
+    q0 = (q0 / gl.expand_dims(row_scale, 1)).to(gl.float16)
+    q1 = (q1 / gl.expand_dims(row_scale, 1)).to(gl.float16)
+    q_scale = gl.convert_layout(row_scale * (sm_scale * LOG2_E), gl.SliceLayout(0, mma))
+    if SHARED_Q:
+        layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8 if H >= 64 else 4, [1, 0])
+        return gl.allocate_shared_memory(gl.float16, [M, H], layout, q0), gl.allocate_shared_memory(gl.float16, [M, H], layout, q1), q_scale
+    else:
+        return gl.convert_layout(q0.permute((1, 0)), b_layout), gl.convert_layout(q1.permute((1, 0)), b_layout), q_scale
+
+
+@gluon.jit(do_not_specialize=["window", "query_len", "num_splits", "tiles_per_split", "stride_table_b"])
+def decode_tma_kernel(
+    out_ptr,  # [B, QL, HQ, D]
+    lse_ptr,  # [B, QL, HQ] fp32, natural
+    partial_o_ptr,  # [B, HKV, NS, QL * G, D] fp32, written if SPLIT
+    partial_lse_ptr,  # [B, HKV, NS, QL * G] fp32, base 2
+    q_ptr,  # [B, QL, HQ, D]
+    k_desc,  # [P, HKV, S, D / 2] int16, boxes of one page and head
+    v_desc,
+    k_scale_ptr,  # [1], PER_TOKEN: [P, HKV, S]; fp32
+    v_scale_ptr,
+    sinks_ptr,  # [HQ] fp32
+    seq_lens_ptr,  # [B] int32
+    page_table_ptr,  # [B, MP] int32
+    sm_scale,
+    soft_cap,
+    window,
+    query_len,
+    num_splits,
+    tiles_per_split,
+    stride_q_b,
+    stride_q_t,
+    stride_q_h,
+    stride_out_b,
+    stride_out_t,
+    stride_out_h,
+    stride_lse_b,
+    stride_lse_t,
+    stride_lse_h,
+    stride_ks_p,
+    stride_ks_h,
+    stride_ks_s,
+    stride_vs_p,
+    stride_vs_h,
+    stride_vs_s,
+    stride_table_b,
+    GROUP: gl.constexpr,
+    M: gl.constexpr,
+    D: gl.constexpr,
+    TILE: gl.constexpr,
+    S: gl.constexpr,
+    SPLIT: gl.constexpr,
+    PER_TOKEN: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
+    SINKS: gl.constexpr,
+    MULTI_QUERY: gl.constexpr,
+    MASK_KV: gl.constexpr,
+    STAGES: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+    COLUMN_WARPS: gl.constexpr,
+    SHARED_Q: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    # At most two tiles are left when the full ones are done, and no copy is started for them any more.
+    gl.static_assert(STAGES >= 3)
+    H: gl.constexpr = D // 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS // COLUMN_WARPS, COLUMN_WARPS], [16, 8])
+    column_layout: gl.constexpr = gl.SliceLayout(0, mma)
+    # Each warp holds every row of a tile, so that a maximum over them crosses no warp.
+    all_layout: gl.constexpr = gl.BlockedLayout([TILE // 32], [32], [NUM_WARPS], [0])
+    i_h = gl.program_id(0)
+    i_b = gl.program_id(1)
+    i_s = gl.program_id(2)
+    if PDL:
+        # Every byte read below was written by an earlier kernel of this stream; wait for it, then let combine be set up while this one runs.
+        i_s = _dependent_launch(i_s)
+    row_hi = gl.load(seq_lens_ptr + i_b)
+
+    # Rows [row_lo, row_hi) are owned; tiles that hold one are shared out over the splits, by the rule of `owned_tiles` in combine.py.
+    row_lo = gl.maximum(row_hi - query_len - window + 1, 0) if WINDOW else 0
+    first_tile = row_lo // TILE
+    last_tile = (row_hi + TILE - 1) // TILE
+    per_split = gl.maximum((last_tile - first_tile + num_splits - 1) // num_splits, 1)
+    per_split = gl.where(tiles_per_split > 0, tiles_per_split, per_split)
+    num_used = gl.maximum((last_tile - first_tile + per_split - 1) // per_split, 1)
+    if i_s < num_used:
+        tile_lo = first_tile + i_s * per_split
+        tile_hi = gl.minimum(tile_lo + per_split, last_tile)
+        # Rows [common_lo, common_hi) are seen by every query row: tiles [full_lo, full_hi) hold nothing else and need no mask.
+        common_lo = gl.maximum(row_hi - window, 0) if WINDOW else 0
+        common_hi = gl.maximum(row_hi - query_len + 1, 0) if CAUSAL else row_hi
+        full_lo = gl.minimum(gl.maximum((common_lo + TILE - 1) // TILE, tile_lo), gl.maximum(tile_hi, tile_lo))  # owned: left edge
+        full_hi = gl.maximum(gl.minimum(common_hi // TILE, tile_hi), full_lo)  # owned: right edge
+        position_0 = row_hi - query_len
+
+        k_smem = gl.allocate_shared_memory(gl.int16, [STAGES, 1, 1, TILE, H], k_desc.layout)
+        v_smem = gl.allocate_shared_memory(gl.int16, [STAGES, 1, 1, TILE, H], v_desc.layout)
+        bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(bars.index(i), count=1)
+        # The copies' engine must see the barriers ready before the first copy.
+        fence_async_shared()
+        gl.thread_barrier()
+        table_ptr = page_table_ptr + i_b.to(gl.int64) * stride_table_b
+        for i in gl.static_range(STAGES - 1):
+            page0, page1, page2, page3 = _pages_of_tile(table_ptr, tile_lo + i, tile_hi, row_lo, row_hi, TILE, S, MASK_KV)
+            _copy_tile(
+                k_desc, v_desc, k_smem, v_smem, bars, i, page0, page1, page2, page3, tile_lo + i, tile_hi, row_lo, row_hi, i_h, TILE, S, MASK_KV
+            )  # fmt: skip
+        page0, page1, page2, page3 = _pages_of_tile(table_ptr, tile_lo + STAGES - 1, tile_hi, row_lo, row_hi, TILE, S, MASK_KV)
+
+        o_n = gl.arange(0, TILE, layout=gl.SliceLayout(1, mma))
+        o_all = gl.arange(0, TILE, layout=all_layout)
+        if PER_TOKEN:
+            k_scale_ptr += i_h.to(gl.int64) * stride_ks_h
+            v_scale_ptr += i_h.to(gl.int64) * stride_vs_h
+        # Scales are loaded a tile ahead of their use, their pages two tiles ahead.
+        page = _pages_of_rows(table_ptr, tile_lo, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN)
+        page_all = _pages_of_rows(table_ptr, tile_lo, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN)
+        b_ks = _load_scales(k_scale_ptr, page, tile_lo, tile_hi, row_lo, row_hi, o_n, stride_ks_p, stride_ks_s, S, TILE, PER_TOKEN, MASK_KV)
+        b_vs = _load_scales(v_scale_ptr, page, tile_lo, tile_hi, row_lo, row_hi, o_n, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, MASK_KV)
+        b_vs_all = _load_scales(v_scale_ptr, page_all, tile_lo, tile_hi, row_lo, row_hi, o_all, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, MASK_KV)
+        page = _pages_of_rows(table_ptr, tile_lo + 1, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN)
+        page_all = _pages_of_rows(table_ptr, tile_lo + 1, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN)
+
+        q0, q1, q_scale = _load_query(q_ptr, sm_scale, i_b, i_h, query_len, stride_q_b, stride_q_t, stride_q_h, GROUP, M, H, NUM_WARPS, SHARED_Q, mma)
+        if not PER_TOKEN:
+            q_scale = q_scale * gl.load(k_scale_ptr)
+        acc0 = gl.zeros([H, M], gl.float32, mma)
+        acc1 = gl.zeros([H, M], gl.float32, mma)
+        p_sum = gl.zeros([TILE, M], gl.float32, mma)
+        b_max = gl.full([M], float("-inf"), gl.float32, column_layout)
+        v_unit = 0.0
+        i_slot = 0
+        phase = 0
+        for PART in gl.static_range(3):
+            # Edge tiles on the left (of a window alone), full tiles, edge tiles on the right.
+            if PART != 0 or WINDOW:
+                part_lo = tile_lo if PART == 0 else (full_lo if PART == 1 else full_hi)
+                part_hi = full_lo if PART == 0 else (full_hi if PART == 1 else tile_hi)
+                for i_tile in range(part_lo, part_hi):
+                    next_ks = _load_scales(k_scale_ptr, page, i_tile + 1, tile_hi, row_lo, row_hi, o_n, stride_ks_p, stride_ks_s, S, TILE, PER_TOKEN, MASK_KV)
+                    next_vs = _load_scales(v_scale_ptr, page, i_tile + 1, tile_hi, row_lo, row_hi, o_n, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, MASK_KV)
+                    next_all = _load_scales(
+                        v_scale_ptr, page_all, i_tile + 1, tile_hi, row_lo, row_hi, o_all, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, MASK_KV
+                    )  # fmt: skip
+                    page = _pages_of_rows(table_ptr, i_tile + 2, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN)
+                    page_all = _pages_of_rows(table_ptr, i_tile + 2, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN)
+                    mbarrier.wait(bars.index(i_slot), phase)
+                    if PART != 2:
+                        # Every warp is past its reads of the tile before: its place can be filled.
+                        gl.thread_barrier()
+                        free = gl.where(i_slot == 0, STAGES - 1, i_slot - 1)
+                        i_next = i_tile + STAGES - 1
+                        _copy_tile(
+                            k_desc, v_desc, k_smem, v_smem, bars, free, page0, page1, page2, page3, i_next, tile_hi, row_lo, row_hi, i_h, TILE, S, MASK_KV
+                        )  # fmt: skip
+                        page0, page1, page2, page3 = _pages_of_tile(table_ptr, i_next + 1, tile_hi, row_lo, row_hi, TILE, S, MASK_KV)
+                    acc0, acc1, p_sum, b_max, v_unit = _attend_tile(
+                        acc0, acc1, p_sum, b_max, v_unit, q0, q1, q_scale, b_ks, b_vs, b_vs_all, soft_cap,
+                        k_smem.index(i_slot).reshape([TILE, H]), v_smem.index(i_slot).reshape([TILE, H]), i_tile, row_lo, row_hi, position_0, window, query_len,
+                        PART == 1, GROUP, TILE, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, SHARED_Q, mma, all_layout,
+                    )  # fmt: skip
+                    b_ks = next_ks
+                    b_vs = next_vs
+                    b_vs_all = next_all
+                    i_slot += 1
+                    phase = gl.where(i_slot == STAGES, phase ^ 1, phase)
+                    i_slot = gl.where(i_slot == STAGES, 0, i_slot)
+
+        v_scale = v_unit if PER_TOKEN else gl.load(v_scale_ptr)
+        b_sum = gl.sum(p_sum, 0)
+        o_m = gl.arange(0, M, layout=column_layout)
+        m_m = o_m < query_len * GROUP
+        o_h = i_h * GROUP + o_m % GROUP
+        if SINKS and not SPLIT:
+            # One more key with value zero; a row that saw no key stays empty.
+            b_sink = gl.load(sinks_ptr + o_h, mask=m_m, other=0.0) * LOG2_E
+            b_top = gl.maximum(b_max, b_sink)
+            b_decay = gl.exp2(b_max - b_top)
+            b_sum = gl.where(b_sum == 0.0, 0.0, b_sum * b_decay + gl.exp2(b_sink - b_top))
+            b_max = b_top
+            v_scale = v_scale * b_decay
+        empty = b_sum == 0.0
+        factor = gl.expand_dims(gl.where(empty, 0.0, v_scale / gl.where(empty, 1.0, b_sum)), 0)
+        b_lse = gl.where(empty, float("-inf"), b_max + gl.log2(b_sum))
+        if SPLIT:
+            o_state = ((i_b.to(gl.int64) * gl.num_programs(0) + i_h) * num_splits + i_s) * (query_len * GROUP) + o_m
+            o_out = partial_o_ptr + o_state * D
+            gl.store(partial_lse_ptr + o_state, b_lse, mask=m_m)
+        else:
+            o_out = out_ptr + i_b.to(gl.int64) * stride_out_b + (o_m // GROUP) * stride_out_t + o_h * stride_out_h
+            o_lse = i_b.to(gl.int64) * stride_lse_b + (o_m // GROUP) * stride_lse_t + o_h * stride_lse_h
+            gl.store(lse_ptr + o_lse, b_lse * LN_2, mask=m_m)
+        # Row e of the two accumulators is d 2e and 2e + 1.
+        o_out = gl.expand_dims(o_out, 0) + gl.expand_dims(2 * gl.arange(0, H, layout=gl.SliceLayout(1, mma)), 1)
+        m_out = gl.expand_dims(m_m, 0)
+        gl.store(o_out, (acc0 * factor).to(o_out.dtype.element_ty), mask=m_out)
+        gl.store(o_out + 1, (acc1 * factor).to(o_out.dtype.element_ty), mask=m_out)

@@ -1,0 +1,118 @@
+"""The Hopper backend around its kernel: what it refuses, its tuning, its descriptors, and caches that go to the Triton kernel."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from atoll.errors import BackendError
+from atoll.ops.attention import BatchShape, DecodeSpec, gluon_decode_sm90, plan_decode, triton_decode
+from atoll.probe import BackendAdapter, Case, DecodeProblem, probe_case
+from atoll.probe.layouts import Layout
+from atoll.probe.matrix import matrix
+from tests.kit.hopper import is_hopper
+
+SPEC = DecodeSpec(num_q_heads=16, num_kv_heads=2, head_dim=256, page_size=16, kv_format="fp8_tensor")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"kv_format": "bf16"}, "kv_format 'bf16' is not fp8"),
+        ({"v_layout": "transposed"}, "v_layout 'transposed' is not 'plain'"),
+        ({"head_dim": 32}, "head_dim 32 is not one of 64, 128, 256"),
+        ({"page_size": 8}, "page_size 8 is below 16"),
+        ({"query_len": 8, "num_q_heads": 32}, "128 query rows of 256 are too many for a program's registers"),
+    ],
+)
+def test_what_the_kernel_does_not_cover_is_refused_with_the_reason(options: dict[str, object], reason: str) -> None:
+    assert gluon_decode_sm90.refusal(SPEC) is None
+    assert gluon_decode_sm90.refusal(replace(SPEC, **options)) == reason  # type: ignore[arg-type]
+
+
+def test_no_other_device_is_taken() -> None:
+    assert gluon_decode_sm90.supports(SPEC, torch.device("cpu")) == "device cpu is not an NVIDIA GPU of compute capability 9.0"
+    with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
+        assert gluon_decode_sm90.supports(SPEC, torch.device("cuda")) is None
+    with mock.patch("torch.cuda.get_device_capability", return_value=(10, 0)):
+        assert gluon_decode_sm90.supports(SPEC, torch.device("cuda")) is not None
+
+
+def test_it_takes_most_of_the_fp8_cases_of_the_matrix() -> None:
+    taken = [case for case in matrix("full") if gluon_decode_sm90.refusal(case.spec) is None]
+    assert len(taken) >= 200
+    specs = [case.spec for case in taken]
+    for field, values in (("page_size", {16, 32, 64, 128, 1024}), ("head_dim", {64, 128, 256}), ("query_len", {1, 2, 3, 4}), ("group_size", {1, 3, 4, 8, 16})):
+        assert {getattr(spec, field) for spec in specs} >= values, field
+
+
+@pytest.mark.parametrize("seq_len", [1, 1000, 16384, 65536, 1 << 20])
+@pytest.mark.parametrize("batch", [0, 1, 2, 16, 60, 64, 66, 67, 256])
+@pytest.mark.parametrize("page_size", [16, 32, 64, 1024])
+def test_every_tuning_is_one_that_the_kernel_can_run(batch: int, seq_len: int, page_size: int) -> None:
+    for batch_invariant in (False, True):
+        spec = replace(SPEC, page_size=page_size, batch_invariant=batch_invariant)
+        cfg = gluon_decode_sm90.config(spec, BatchShape(batch, seq_len, 132))
+        # Two edge tiles may be left when no copy is started any more; pages of a tile are 1, 2 or 4.
+        assert cfg.num_stages >= 3
+        assert max(1, cfg.tile // page_size) in (1, 2, 4)
+        assert cfg.num_splits >= 1
+        assert (cfg.tiles_per_split > 0) == batch_invariant
+        assert cfg.num_stages * cfg.tile * spec.head_dim * 2 < 227 * 1024
+
+
+def test_fixed_splits_do_not_depend_on_the_batch() -> None:
+    spec = replace(SPEC, batch_invariant=True)
+    cfgs = [gluon_decode_sm90.config(spec, BatchShape(batch, seq_len, 132)) for batch, seq_len in ((1, 100), (64, 4096), (256, 65536))]
+    assert len({(cfg.tile, cfg.tiles_per_split, cfg.num_warps, cfg.num_splits > 1) for cfg in cfgs}) == 1
+
+
+def problem_of(layout: Layout) -> DecodeProblem:
+    return Case(SPEC, (0, 5, 40), layout=layout).make()
+
+
+@pytest.mark.parametrize("layout", ["page_major", "hnd", "nhd"])
+def test_descriptors_say_where_pages_lie_and_are_made_once(layout: Layout) -> None:
+    kv = problem_of(layout).kv
+    assert gluon_decode_sm90.cache_refusal(kv) is None
+    k, v = gluon_decode_sm90._descriptors(kv, 16)
+    assert not isinstance(k, str)
+    for descriptor, pages in ((k, kv.k), (v, kv.v)):
+        assert descriptor.base.data_ptr() == pages.data_ptr()
+        assert descriptor.shape == [pages.shape[0], 2, 16, 128]
+        assert [2 * stride for stride in descriptor.strides[:3]] == list(pages.stride()[:3])
+        assert descriptor.block_shape == [1, 1, 16, 128]
+    assert gluon_decode_sm90._descriptors(kv, 16)[0] is k
+
+
+def launch(layout: Layout, *, by_name: bool) -> mock.Mock:
+    """What decode() hands to the Triton kernel for a cache of this layout."""
+    problem = problem_of(layout)
+    plan = plan_decode(SPEC, problem.seq_lens, problem.page_table, backend="reference")
+    plan = replace(plan, backend="gluon_sm90", by_name=by_name, config=gluon_decode_sm90.config(SPEC, BatchShape(3, 40, 132)))
+    with mock.patch.object(triton_decode, "decode") as portable:
+        gluon_decode_sm90.decode(problem.q, problem.kv, plan, torch.empty_like(problem.q), torch.empty(problem.q.shape[:3]), None)
+    return portable
+
+
+def test_rows_on_odd_bytes_go_to_the_triton_kernel_with_the_splits_as_planned() -> None:
+    portable = launch("odd", by_name=False)
+    portable.assert_called_once()
+    handed = portable.call_args.args[2]
+    planned = gluon_decode_sm90.config(SPEC, BatchShape(3, 40, 132))
+    assert (handed.config.tile, handed.config.num_splits, handed.config.tiles_per_split) == (planned.tile, planned.num_splits, planned.tiles_per_split)
+
+
+def test_rows_on_odd_bytes_are_refused_where_the_backend_was_asked_for_by_name() -> None:
+    with pytest.raises(BackendError, match=r"k pages of strides .* do not lie on multiples of 16 bytes; align its rows and pages, or make the plan with"):
+        launch("odd", by_name=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in matrix("quick") if case.spec.kv_format.startswith("fp8")][::4], ids=lambda case: case.name)
+def test_auto_is_clean_whatever_the_layout(case: Case) -> None:
+    chosen = replace(case, layout="odd")
+    assert probe_case(BackendAdapter("auto"), chosen, device="cuda").status == "clean"
+    if is_hopper() and gluon_decode_sm90.refusal(case.spec) is None:
+        assert probe_case(BackendAdapter("gluon_sm90"), chosen, device="cuda").status == "refused"
