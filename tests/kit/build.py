@@ -103,7 +103,7 @@ def gluon_launches(spec: DecodeSpec, target: str) -> list[Launch]:
     for batch, seq_len in shapes:
         for launch in _decode_launches(gluon_decode_sm90, "decode_tma_kernel", spec, target, batch, seq_len):
             arguments = launch.arguments
-            found.setdefault((launch.kernel, *(arguments.get(name) for name in ("TILE", "STAGES", "NUM_WARPS", "SPLIT"))), launch)
+            found.setdefault((launch.kernel, *(arguments.get(name) for name in ("TILE", "STAGES", "NUM_WARPS"))), launch)
     return list(found.values())
 
 

@@ -1,5 +1,6 @@
 """The Hopper backend around its kernel: what it refuses, its tuning, its descriptors, and caches that go to the Triton kernel."""
 
+import itertools
 from dataclasses import replace
 from unittest import mock
 
@@ -19,7 +20,9 @@ SPEC = DecodeSpec(num_q_heads=16, num_kv_heads=2, head_dim=256, page_size=16, kv
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"kv_format": "bf16"}, "kv_format 'bf16' is not fp8"),
+        ({"kv_format": "fp32"}, "kv_format 'fp32' has no tensor-core path"),
+        ({"kv_format": "fp16"}, "q_dtype torch.bfloat16 differs from kv_format 'fp16'"),
+        ({"kv_format": "bf16", "head_dim": 64}, "head_dim 64 of kv_format 'bf16' is below 128, whose halves are whole panels of swizzled memory"),
         ({"v_layout": "transposed"}, "v_layout 'transposed' is not 'plain'"),
         ({"head_dim": 32}, "head_dim 32 is not one of 64, 128, 256"),
         ({"page_size": 8}, "page_size 8 is below 16"),
@@ -39,9 +42,9 @@ def test_no_other_device_is_taken() -> None:
         assert gluon_decode_sm90.supports(SPEC, torch.device("cuda")) is not None
 
 
-def test_it_takes_most_of_the_fp8_cases_of_the_matrix() -> None:
+def test_it_takes_most_cases_of_the_matrix_but_those_of_transposed_values() -> None:
     taken = [case for case in matrix("full") if gluon_decode_sm90.refusal(case.spec) is None]
-    assert len(taken) >= 200
+    assert len(taken) >= 400
     specs = [case.spec for case in taken]
     for field, values in (("page_size", {16, 32, 64, 128, 1024}), ("head_dim", {64, 128, 256}), ("query_len", {1, 2, 3, 4}), ("group_size", {1, 3, 4, 8, 16})):
         assert {getattr(spec, field) for spec in specs} >= values, field
@@ -51,15 +54,15 @@ def test_it_takes_most_of_the_fp8_cases_of_the_matrix() -> None:
 @pytest.mark.parametrize("batch", [0, 1, 2, 16, 60, 64, 66, 67, 256])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 1024])
 def test_every_tuning_is_one_that_the_kernel_can_run(batch: int, seq_len: int, page_size: int) -> None:
-    for batch_invariant in (False, True):
-        spec = replace(SPEC, page_size=page_size, batch_invariant=batch_invariant)
+    for batch_invariant, kv_format in itertools.product((False, True), ("fp8_tensor", "bf16")):
+        spec = replace(SPEC, page_size=page_size, batch_invariant=batch_invariant, kv_format=kv_format)  # type: ignore[arg-type]
         cfg = gluon_decode_sm90.config(spec, BatchShape(batch, seq_len, 132))
         # Two edge tiles may be left when no copy is started any more; pages of a tile are 1, 2 or 4.
         assert cfg.num_stages >= 3
         assert max(1, cfg.tile // page_size) in (1, 2, 4)
         assert cfg.num_splits >= 1
         assert (cfg.tiles_per_split > 0) == batch_invariant
-        assert cfg.num_stages * cfg.tile * spec.head_dim * 2 < 227 * 1024
+        assert cfg.num_stages * cfg.tile * spec.head_dim * (2 if kv_format == "fp8_tensor" else 4) < 227 * 1024
 
 
 def test_fixed_splits_do_not_depend_on_the_batch() -> None:
@@ -84,6 +87,12 @@ def test_descriptors_say_where_pages_lie_and_are_made_once(layout: Layout) -> No
         assert [2 * stride for stride in descriptor.strides[:3]] == list(pages.stride()[:3])
         assert descriptor.block_shape == [1, 1, 16, 128]
     assert gluon_decode_sm90._descriptors(kv, 16)[0] is k
+
+
+def test_descriptors_do_not_follow_other_pages() -> None:
+    kv = problem_of("hnd").kv
+    gluon_decode_sm90._descriptors(kv, 16)
+    assert replace(kv, k=kv.v).prepared == {}
 
 
 def launch(layout: Layout, *, by_name: bool) -> mock.Mock:

@@ -84,6 +84,7 @@ def hopper_spec(kv_format: str = "fp8_tensor", **options: object) -> DecodeSpec:
 
 
 HOPPER_PLAIN = Case(hopper_spec(), (1, 17, 40, 150))
+HOPPER_WIDE = Case(spec("bf16", head_dim=128), (1, 17, 40, 150))
 HOPPER_DRAFTS = Case(hopper_spec(query_len=3), (3, 17, 66, 150))
 HOPPER_WINDOW = Case(hopper_spec(query_len=3, window=70), (3, 17, 66, 150))
 
@@ -92,13 +93,15 @@ HOPPER_WINDOW = Case(hopper_spec(query_len=3, window=70), (3, 17, 66, 150))
 GLUON = [
     gluon("scores", 'gl.where(m_seen, b_s, float("-inf"))', "b_s", HOPPER_PLAIN),
     gluon("scores", 'float("-inf")', "-1.0e30", Case(hopper_spec(query_len=3), (1, 2, 17)), "wrong", why="finite sentinel"),
-    gluon("values", "gl.where(gl.expand_dims(m_v, 0), b_v, nothing)", "b_v", HOPPER_PLAIN),
-    gluon("partly seen values", "gl.where(gl.expand_dims(m_v, 0), v_tile.load(a_layout), nothing)", "v_tile.load(a_layout)", HOPPER_DRAFTS),
+    gluon("values", "gl.where(m_v, b_v, gl.zeros_like(b_v))", "b_v", HOPPER_PLAIN),
+    gluon("values", "gl.where(m_v, b_v, gl.zeros_like(b_v))", "b_v", HOPPER_DRAFTS, why="of drafts"),
+    gluon("first half of wide values", "gl.where(m_v, v0, gl.zeros_like(v0))", "v0", HOPPER_WIDE),
+    gluon("second half of wide values", "gl.where(m_v, v1, gl.zeros_like(v1))", "v1", HOPPER_WIDE),
     gluon("drafts", "gl.minimum(row_hi, position_0 + i_t + 1)", "row_hi", HOPPER_DRAFTS, "control"),
     gluon("windows of drafts", "(o_v > position_0 + i_t - window)", "(o_v >= 0)", HOPPER_WINDOW),
     gluon("left edge", "(common_lo + TILE - 1) // TILE", "common_lo // TILE", Case(hopper_spec(window=100), (1, 150, 200))),
     gluon("right edge", "common_hi // TILE", "(common_hi + TILE - 1) // TILE", HOPPER_PLAIN),
-    gluon("scales", "(o_row < row_hi)", "(o_row >= 0)", Case(hopper_spec("fp8_token"), (1, 17, 40)), fill="max"),
+    gluon("scales", "_owns(o_row, row_lo, row_hi, 1, WINDOW)", "(o_row >= 0)", Case(hopper_spec("fp8_token"), (1, 17, 40)), fill="max"),
     gluon("seen scales", "gl.where(m_seen, b_p, 0.0)", "b_p", Case(hopper_spec("fp8_token", query_len=3), (3, 17, 50)), "control"),
 ]
 

@@ -1,4 +1,4 @@
-"""Decode attention over fp8 pages for Hopper in Gluon: what it takes, its tuning and its launch; the kernel is in `gluon_kernel_sm90`.
+"""Decode attention for Hopper in Gluon: what it takes, its tuning and its launch; the kernel is in `gluon_kernel_sm90`.
 
 A cache whose strides the copies' engine does not take (TMA: every stride a multiple of 16 bytes) goes to the Triton kernel, launch by launch, in plans that
 "auto" made; in a plan that asked for this backend by name it is an error.
@@ -20,7 +20,7 @@ from atoll.ops.attention.combine import combine, has_dependent_launch, launch_op
 from atoll.ops.attention.gluon_kernel_sm90 import decode_tma_kernel
 from atoll.ops.attention.plan import BatchShape, DecodeConfig, DecodePlan
 from atoll.ops.attention.spec import DecodeSpec, PagedKV
-from atoll.ops.quant.formats import is_fp8
+from atoll.ops.quant.formats import is_fp8, storage_dtype
 
 MASKS_UNOWNED = True
 GRAPH_SAFE = True
@@ -45,8 +45,12 @@ def supports(spec: DecodeSpec, device: torch.device) -> str | None:
 
 def refusal(spec: DecodeSpec) -> str | None:
     """Why this backend cannot run `spec` on any device."""
-    if not is_fp8(spec.kv_format):
-        return f"kv_format {spec.kv_format!r} is not fp8"
+    if spec.kv_format == "fp32":
+        return "kv_format 'fp32' has no tensor-core path"
+    if not is_fp8(spec.kv_format) and spec.q_dtype != storage_dtype(spec.kv_format):
+        return f"q_dtype {spec.q_dtype} differs from kv_format {spec.kv_format!r}"
+    if not is_fp8(spec.kv_format) and spec.head_dim < 128:
+        return f"head_dim {spec.head_dim} of kv_format {spec.kv_format!r} is below 128, whose halves are whole panels of swizzled memory"
     if spec.v_layout != "plain":
         return f"v_layout {spec.v_layout!r} is not 'plain'"
     if spec.head_dim not in HEAD_DIMS:
@@ -60,21 +64,35 @@ def refusal(spec: DecodeSpec) -> str | None:
 
 def config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
     """Tuning for one batch shape: a pure function of its arguments. Measured on an H200 with D 256, HKV 2, GQA 8, page 64 (LOG.md, 2026-11-30)."""
+    if spec.head_dim * (1 if is_fp8(spec.kv_format) else 2) > 256:
+        return _wide_config(spec, shape)
     if spec.batch_invariant:
         # A fixed share per program, and two splits at least, as in triton_decode.
         return DecodeConfig(64, max(2, -(-triton_decode.max_tiles(spec, shape, 64) // 16)), 16, 8 if block_rows(spec) > 16 else 4, 3)
     if block_rows(spec) > 16:
-        # One program of 8 warps an SM.
+        # One program of 8 warps an SM: more do not fit into its registers.
         return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, shape.num_sms), 0, 8, 6)
     programs = max(1, shape.batch * spec.num_kv_heads)
     if 0.9 * shape.num_sms <= programs <= shape.num_sms and spec.page_size >= 32 and block_rows(spec) == 8:
         # One program an SM takes a whole sequence, and nothing is merged: 64 x 4096 in 66.2 and 66.9 us, 68.7 and 69.0 for two of tile 64.
         return DecodeConfig(128, 1, 0, 8, 3)
     # Two programs an SM hide each other's barriers (256 x 16384 in 956 us, 968 for one; 16 x 16384 68.4, 71.1), but twice the splits cost more to merge where
-    # each has few tiles: 1 x 65536 in 22.6 us for one, 25.0 for two; 4 x 4096 8.1, 9.1; 16 x 1024 8.4, 8.7. More than 3 stages bring nothing there (22.7, 9.4, 9.6).
+    # each has few tiles: 1 x 65536 in 22.6 us for one, 25.0 for two; 4 x 4096 8.1, 9.1; 16 x 1024 8.4, 8.7. More than 3 stages bring nothing there (22.7,
+    # 9.4, 9.6).
     tiles_per_sm = programs * triton_decode.max_tiles(spec, shape, 64) / shape.num_sms
+    if spec.head_dim == 64 and is_fp8(spec.kv_format) and tiles_per_sm > 16:
+        # 32 rows of V's pairs are those of two warps: 64 x 4096 with 8 KV heads in 65.2 us, 74.3 with four warps of which two compute the same twice.
+        return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, 4 * shape.num_sms), 0, 2, 3)
     slots = (2 if tiles_per_sm > 16 else 1) * shape.num_sms
     return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, slots), 0, 4, 3)
+
+
+def _wide_config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
+    """Rows of 512 bytes: three tiles of 64 fill an SM's shared memory, and are no slower than smaller ones for two programs (1 x 65536 37.0 us, 40.1)."""
+    warps = 8 if block_rows(spec) > 16 else 4
+    if spec.batch_invariant:
+        return DecodeConfig(64, max(2, -(-triton_decode.max_tiles(spec, shape, 64) // 16)), 16, warps, 3)
+    return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, shape.num_sms), 0, warps, 3)
 
 
 def block_rows(spec: DecodeSpec) -> int:
@@ -109,7 +127,6 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         return
     split = cfg.num_splits > 1
     per_token = spec.kv_format == "fp8_token"
-    assert kv.k_scale is not None and kv.v_scale is not None
     decode_tma_kernel[(spec.num_kv_heads, plan.batch, cfg.num_splits)](
         out,
         lse,
@@ -131,8 +148,8 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         *q.stride()[:3],
         *out.stride()[:3],
         *lse.stride(),
-        *(kv.k_scale.stride() if per_token else (0, 0, 0)),
-        *(kv.v_scale.stride() if per_token else (0, 0, 0)),
+        *(kv.k_scale.stride() if per_token and kv.k_scale is not None else (0, 0, 0)),
+        *(kv.v_scale.stride() if per_token and kv.v_scale is not None else (0, 0, 0)),
         plan.page_table.stride(0),
         GROUP=spec.group_size,
         M=block_rows(spec),
@@ -140,6 +157,7 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         TILE=cfg.tile,
         S=spec.page_size,
         SPLIT=split,
+        FP8=is_fp8(spec.kv_format),
         PER_TOKEN=per_token,
         CAUSAL=spec.causal,
         WINDOW=spec.window is not None,
@@ -169,8 +187,8 @@ def _descriptors(kv: PagedKV, rows: int) -> tuple[TensorDescriptor, TensorDescri
 
 
 def _descriptor(pages: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Bytes [P, HKV, S, D] as pairs [P, HKV, S, D / 2]; swizzled, so that matrix loads of either direction meet no bank twice."""
-    pairs = pages.view(torch.int16)
+    """Pages [P, HKV, S, D], bytes as pairs [P, HKV, S, D / 2]; swizzled, so that matrix loads of either direction meet no bank twice."""
+    pairs = pages.view(torch.int16) if pages.element_size() == 1 else pages
     width = pairs.shape[3]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=4)
     return TensorDescriptor(pairs, list(pairs.shape), list(pairs.stride()), [1, 1, rows, width], layout)

@@ -1,4 +1,4 @@
-"""The Gluon kernel of decode attention over fp8 pages for Hopper: TMA into swizzled shared memory, K and V tiles as the 16-row operand of the multiply.
+"""The Gluon kernel of decode attention for Hopper: TMA into swizzled shared memory, K and V tiles as the 16-row operand of the multiply.
 
 One program takes one sequence, one KV head and one split, for all query rows of that head (padded to 8 at least). fp8 rows are copied and read as 16-bit pairs:
 a K fragment then holds neighbouring d of one token, so that q, permuted alike, is all that its conversion needs; a V fragment, read transposed, holds two d
@@ -51,14 +51,16 @@ def _widen_halves(x):
 
 
 @gluon.jit
-def _owns(i_tile, i, row_lo, row_hi, TILE: gl.constexpr, S: gl.constexpr):
-    """Whether the i-th page of a tile holds an owned row."""
-    first = i_tile * TILE + i * S
-    return (first < row_hi) & (first + S > row_lo)
+def _owns(first, row_lo, row_hi, S: gl.constexpr, WINDOW: gl.constexpr):
+    """Whether a page that begins with row `first` holds an owned row."""
+    if WINDOW:
+        return (first < row_hi) & (first + S > row_lo)
+    else:
+        return first < row_hi
 
 
 @gluon.jit
-def _pages_of_tile(table_ptr, i_tile, tile_hi, row_lo, row_hi, TILE: gl.constexpr, S: gl.constexpr, MASK_KV: gl.constexpr):
+def _pages_of_tile(table_ptr, i_tile, tile_hi, row_lo, row_hi, TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr, MASK_KV: gl.constexpr):
     """Page ids of a tile. Entries of pages without an owned row, and of tiles past the last, are not read: they may hold anything."""
     wanted = i_tile < tile_hi
     if S >= TILE:
@@ -68,16 +70,16 @@ def _pages_of_tile(table_ptr, i_tile, tile_hi, row_lo, row_hi, TILE: gl.constexp
         NUM: gl.constexpr = TILE // S
         gl.static_assert(NUM == 2 or NUM == 4)
         first = i_tile * NUM
-        m0 = wanted & _owns(i_tile, 0, row_lo, row_hi, TILE, S)
-        m1 = wanted & _owns(i_tile, 1, row_lo, row_hi, TILE, S)
+        m0 = wanted & _owns(i_tile * TILE, row_lo, row_hi, S, WINDOW)
+        m1 = wanted & _owns(i_tile * TILE + S, row_lo, row_hi, S, WINDOW)
         page0 = gl.load(table_ptr + first, mask=m0, other=0)
         page1 = gl.load(table_ptr + first + 1, mask=m1, other=0)
         page2 = page0
         page3 = page0
         some = gl.where(m0, page0, page1)
         if NUM == 4:
-            m2 = wanted & _owns(i_tile, 2, row_lo, row_hi, TILE, S)
-            m3 = wanted & _owns(i_tile, 3, row_lo, row_hi, TILE, S)
+            m2 = wanted & _owns(i_tile * TILE + 2 * S, row_lo, row_hi, S, WINDOW)
+            m3 = wanted & _owns(i_tile * TILE + 3 * S, row_lo, row_hi, S, WINDOW)
             page2 = gl.load(table_ptr + first + 2, mask=m2, other=0)
             page3 = gl.load(table_ptr + first + 3, mask=m3, other=0)
             some = gl.where(m0 | m1, some, gl.where(m2, page2, page3))
@@ -94,7 +96,7 @@ def _pages_of_tile(table_ptr, i_tile, tile_hi, row_lo, row_hi, TILE: gl.constexp
 @gluon.jit
 def _copy_tile(
     k_desc, v_desc, k_smem, v_smem, bars, i_slot, page0, page1, page2, page3, i_tile, tile_hi, row_lo, row_hi, i_h,
-    TILE: gl.constexpr, S: gl.constexpr, MASK_KV: gl.constexpr,
+    TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr, MASK_KV: gl.constexpr,
 ):  # fmt: skip
     """Start the copies of a tile's K and V; pages without an owned row are not read."""
     ROWS: gl.constexpr = S if S < TILE else TILE
@@ -111,7 +113,7 @@ def _copy_tile(
         if MASK_KV:
             num_pages = 0
             for i in gl.static_range(NUM):
-                num_pages += _owns(i_tile, i, row_lo, row_hi, TILE, S).to(gl.int32)
+                num_pages += _owns(i_tile * TILE + i * S, row_lo, row_hi, S, WINDOW).to(gl.int32)
             # How many bytes to expect is a constant of the instruction, so one of these runs.
             if num_pages == NUM:
                 mbarrier.expect(bar, BYTES * NUM, pred=wanted)
@@ -122,17 +124,19 @@ def _copy_tile(
             mbarrier.expect(bar, BYTES * NUM, pred=wanted)
         for i in gl.static_range(NUM):
             page = page0 if i == 0 else (page1 if i == 1 else (page2 if i == 2 else page3))
-            copied = wanted & _owns(i_tile, i, row_lo, row_hi, TILE, S) if MASK_KV else wanted
+            copied = wanted & _owns(i_tile * TILE + i * S, row_lo, row_hi, S, WINDOW) if MASK_KV else wanted
             tma.async_copy_global_to_shared(k_desc, [page, i_h, 0, 0], bar, k_smem.index(i_slot).slice(i * S, S, dim=2), pred=copied)
             tma.async_copy_global_to_shared(v_desc, [page, i_h, 0, 0], bar, v_smem.index(i_slot).slice(i * S, S, dim=2), pred=copied)
 
 
 @gluon.jit
-def _pages_of_rows(table_ptr, i_tile, tile_hi, row_lo, row_hi, o_n, S: gl.constexpr, TILE: gl.constexpr, PER_TOKEN: gl.constexpr):
+def _pages_of_rows(
+    table_ptr, i_tile, tile_hi, row_lo, row_hi, o_n, S: gl.constexpr, TILE: gl.constexpr, PER_TOKEN: gl.constexpr, WINDOW: gl.constexpr
+):  # fmt: skip
     """Page of each row of a tile, for its scales; 0 where no row is owned."""
     if PER_TOKEN:
         o_row = i_tile * TILE + o_n
-        m_page = (i_tile < tile_hi) & (o_row // S * S < row_hi) & (o_row // S * S + S > row_lo)
+        m_page = (i_tile < tile_hi) & _owns(o_row // S * S, row_lo, row_hi, S, WINDOW)
         return gl.load(table_ptr + o_row // S, mask=m_page, other=0)
     else:
         return i_tile
@@ -141,31 +145,59 @@ def _pages_of_rows(table_ptr, i_tile, tile_hi, row_lo, row_hi, o_n, S: gl.conste
 @gluon.jit
 def _load_scales(
     scale_ptr, page, i_tile, tile_hi, row_lo, row_hi, o_n, stride_p, stride_s, S: gl.constexpr, TILE: gl.constexpr, PER_TOKEN: gl.constexpr,
-    MASK_KV: gl.constexpr,
+    WINDOW: gl.constexpr, MASK_KV: gl.constexpr,
 ):  # fmt: skip
     """Scales of a tile's rows."""
     if PER_TOKEN:
         o_row = i_tile * TILE + o_n
         if MASK_KV:
-            m_row = (i_tile < tile_hi) & (o_row < row_hi) & (o_row >= row_lo)  # owned: scales
+            m_row = (i_tile < tile_hi) & _owns(o_row, row_lo, row_hi, 1, WINDOW)  # owned: scales
         else:
-            m_row = (i_tile < tile_hi) & (o_row // S * S < row_hi) & (o_row // S * S + S > row_lo)
+            m_row = (i_tile < tile_hi) & _owns(o_row // S * S, row_lo, row_hi, S, WINDOW)
         return gl.load(scale_ptr + page.to(gl.int64) * stride_p + (o_row % S) * stride_s, mask=m_row, other=0.0)
     else:
         return i_tile
 
 
 @gluon.jit
+def _load_keys(k_tile, H: gl.constexpr, FP8: gl.constexpr, a_layout: gl.constexpr):
+    """K as two operands [N, D / 2]."""
+    if FP8:
+        return _widen_pairs(k_tile.load(a_layout))
+    else:
+        return k_tile.slice(0, H, dim=1).load(a_layout), k_tile.slice(H, H, dim=1).load(a_layout)
+
+
+@gluon.jit
+def _load_values(v_tile, m_v, H: gl.constexpr, FP8: gl.constexpr, MASK: gl.constexpr, a_layout: gl.constexpr):
+    """V as two operands [D / 2, N]; with MASK zero where `m_v` is not."""
+    m_v = gl.expand_dims(m_v, 0)
+    if FP8:
+        b_v = v_tile.permute((1, 0)).load(a_layout)
+        if MASK:
+            b_v = gl.where(m_v, b_v, gl.zeros_like(b_v))  # owned: values
+        return _widen_halves(b_v)
+    else:
+        v0 = v_tile.slice(0, H, dim=1).permute((1, 0)).load(a_layout)
+        v1 = v_tile.slice(H, H, dim=1).permute((1, 0)).load(a_layout)
+        if MASK:
+            v0 = gl.where(m_v, v0, gl.zeros_like(v0))  # owned: first half of wide values
+            v1 = gl.where(m_v, v1, gl.zeros_like(v1))  # owned: second half of wide values
+        return v0, v1
+
+
+@gluon.jit
 def _attend_tile(
     acc0, acc1, p_sum, b_max, v_unit, q0, q1, q_scale, b_ks, b_vs, b_vs_all, soft_cap, k_tile, v_tile, i_tile, row_lo, row_hi, position_0, window, query_len,
-    FULL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, PER_TOKEN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    FULL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, FP8: gl.constexpr, PER_TOKEN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     SOFT_CAP: gl.constexpr, MULTI_QUERY: gl.constexpr, MASK_KV: gl.constexpr, SHARED_Q: gl.constexpr, mma: gl.constexpr, all_layout: gl.constexpr,
 ):  # fmt: skip
     """One online-softmax step over a tile in shared memory, which every query row sees in full (FULL) or each by its own mask."""
     a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     M: gl.constexpr = q_scale.shape[0]
-    k0, k1 = _widen_pairs(k_tile.load(a_layout))
+    H: gl.constexpr = acc0.shape[0]
+    k0, k1 = _load_keys(k_tile, H, FP8, a_layout)
     b_s = gl.zeros([TILE, M], gl.float32, mma)
     if SHARED_Q:
         b_s = mma_v2(k0, q0.permute((1, 0)).load(b_layout), b_s)
@@ -204,7 +236,7 @@ def _attend_tile(
         if not FULL and not MASK_KV:
             # Of rows that count alone: both flags round alike, whatever the scales of the others.
             o_all = i_tile * TILE + gl.arange(0, TILE, layout=all_layout)
-            b_vs_all = gl.where((o_all < row_hi) & (o_all >= row_lo), b_vs_all, 0.0)
+            b_vs_all = gl.where(_owns(o_all, row_lo, row_hi, 1, WINDOW), b_vs_all, 0.0)
         unit = gl.max(b_vs_all, 0)
         unit = gl.where((unit > 0.0) & (unit < float("inf")), gl.maximum(unit, 8.67e-19), 1.0)
         b_p = b_p * gl.expand_dims(b_vs / unit, 1)
@@ -214,15 +246,13 @@ def _attend_tile(
         v_unit = unit
     acc0 = acc0 * gl.expand_dims(b_decay, 0)
     acc1 = acc1 * gl.expand_dims(b_decay, 0)
-    b_p = gl.convert_layout(b_p.to(gl.float16), b_layout)
-    v_tile = v_tile.permute((1, 0))
+    b_p = gl.convert_layout(b_p.to(k0.dtype), b_layout)
+    o_v = i_tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, a_layout))
     if FULL:
-        v0, v1 = _widen_halves(v_tile.load(a_layout))
+        v0, v1 = _load_values(v_tile, o_v < row_hi, H, FP8, False, a_layout)
         return mma_v2(v0, b_p, acc0), mma_v2(v1, b_p, acc1), p_sum, b_top, v_unit
     else:
-        o_v = i_tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, a_layout))
-        nothing = gl.zeros([acc0.shape[0], TILE], gl.int16, a_layout)
-        zero = gl.zeros([acc0.shape[0], M], gl.float32, mma)
+        zero = gl.zeros([H, M], gl.float32, mma)
         if MULTI_QUERY and MASK_KV:
             # A row that one query token sees may hold NaN, and another that does not see it must not meet it: 0 * NaN.
             o_t = gl.arange(0, M, layout=gl.SliceLayout(0, mma)) // GROUP
@@ -232,19 +262,16 @@ def _attend_tile(
                 if WINDOW:
                     m_v = m_v & (o_v > position_0 + i_t - window)  # owned: windows of drafts
                 # Loaded anew for each token, since registers are short.
-                v0, v1 = _widen_halves(gl.where(gl.expand_dims(m_v, 0), v_tile.load(a_layout), nothing))  # owned: partly seen values
+                v0, v1 = _load_values(v_tile, m_v, H, FP8, True, a_layout)
                 m_t = gl.expand_dims(o_t == i_t, 0)
                 acc0 = gl.where(m_t, acc0 + mma_v2(v0, b_p, zero), acc0)
                 acc1 = gl.where(m_t, acc1 + mma_v2(v1, b_p, zero), acc1)
             return acc0, acc1, p_sum, b_top, v_unit
         else:
-            b_v = v_tile.load(a_layout)
-            if MASK_KV:
-                m_v = o_v < row_hi
-                if WINDOW:
-                    m_v = m_v & (o_v >= row_lo)
-                b_v = gl.where(gl.expand_dims(m_v, 0), b_v, nothing)  # owned: values
-            v0, v1 = _widen_halves(b_v)
+            m_v = o_v < row_hi
+            if WINDOW:
+                m_v = m_v & (o_v >= row_lo)
+            v0, v1 = _load_values(v_tile, m_v, H, FP8, MASK_KV, a_layout)
             if MULTI_QUERY:
                 # Rounded as in the loop above, so that both flags give the same bits.
                 return acc0 + mma_v2(v0, b_p, zero), acc1 + mma_v2(v1, b_p, zero), p_sum, b_top, v_unit
@@ -255,9 +282,9 @@ def _attend_tile(
 @gluon.jit
 def _load_query(
     q_ptr, sm_scale, i_b, i_h, query_len, stride_q_b, stride_q_t, stride_q_h,
-    GROUP: gl.constexpr, M: gl.constexpr, H: gl.constexpr, NUM_WARPS: gl.constexpr, SHARED_Q: gl.constexpr, mma: gl.constexpr,
+    GROUP: gl.constexpr, M: gl.constexpr, H: gl.constexpr, FP8: gl.constexpr, NUM_WARPS: gl.constexpr, SHARED_Q: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """The query rows of one KV head as two operands, in the order that `_widen_pairs` gives K, and what their scores are to be multiplied by (base 2).
+    """The query rows of one KV head as two operands, in the order that `_load_keys` gives K, and what their scores are to be multiplied by (base 2).
 
     The operands are registers, or with SHARED_Q shared memory [M, H].
     """
@@ -266,19 +293,23 @@ def _load_query(
     o_m = gl.arange(0, M, layout=gl.SliceLayout(1, q_layout))
     o_e = gl.arange(0, H, layout=gl.SliceLayout(0, q_layout))
     o_q = i_b.to(gl.int64) * stride_q_b + (o_m // GROUP) * stride_q_t + (i_h * GROUP + o_m % GROUP) * stride_q_h
-    o_q = gl.expand_dims(o_q, 1) + gl.expand_dims(o_e // 2 * 4 + o_e % 2, 0)
+    o_q = gl.expand_dims(o_q, 1) + gl.expand_dims(o_e // 2 * 4 + o_e % 2 if FP8 else o_e, 0)
     m_q = gl.expand_dims(o_m < query_len * GROUP, 1)
-    q0 = gl.load(q_ptr + o_q, mask=m_q, other=0.0).to(gl.float32)
-    q1 = gl.load(q_ptr + o_q + 2, mask=m_q, other=0.0).to(gl.float32)
-    # fp16 holds e4m3 exactly; a power of two brings each row of q into its range.
-    exponent = gl.ceil(gl.log2(gl.maximum(gl.max(gl.abs(q0), 1), gl.max(gl.abs(q1), 1))))
-    row_scale = gl.where(gl.abs(exponent) < 126.0, gl.exp2(exponent), 1.0)
-    q0 = (q0 / gl.expand_dims(row_scale, 1)).to(gl.float16)
-    q1 = (q1 / gl.expand_dims(row_scale, 1)).to(gl.float16)
+    q0 = gl.load(q_ptr + o_q, mask=m_q, other=0.0)
+    q1 = gl.load(q_ptr + o_q + (2 if FP8 else H), mask=m_q, other=0.0)
+    row_scale = gl.full([M], 1.0, gl.float32, gl.SliceLayout(1, q_layout))
+    if FP8:
+        # fp16 holds e4m3 exactly; a power of two brings each row of q into its range.
+        q0 = q0.to(gl.float32)
+        q1 = q1.to(gl.float32)
+        exponent = gl.ceil(gl.log2(gl.maximum(gl.max(gl.abs(q0), 1), gl.max(gl.abs(q1), 1))))
+        row_scale = gl.where(gl.abs(exponent) < 126.0, gl.exp2(exponent), 1.0)
+        q0 = (q0 / gl.expand_dims(row_scale, 1)).to(gl.float16)
+        q1 = (q1 / gl.expand_dims(row_scale, 1)).to(gl.float16)
     q_scale = gl.convert_layout(row_scale * (sm_scale * LOG2_E), gl.SliceLayout(0, mma))
     if SHARED_Q:
         layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8 if H >= 64 else 4, [1, 0])
-        return gl.allocate_shared_memory(gl.float16, [M, H], layout, q0), gl.allocate_shared_memory(gl.float16, [M, H], layout, q1), q_scale
+        return gl.allocate_shared_memory(q0.dtype, [M, H], layout, q0), gl.allocate_shared_memory(q1.dtype, [M, H], layout, q1), q_scale
     else:
         return gl.convert_layout(q0.permute((1, 0)), b_layout), gl.convert_layout(q1.permute((1, 0)), b_layout), q_scale
 
@@ -290,9 +321,9 @@ def decode_tma_kernel(
     partial_o_ptr,  # [B, HKV, NS, QL * G, D] fp32, written if SPLIT
     partial_lse_ptr,  # [B, HKV, NS, QL * G] fp32, base 2
     q_ptr,  # [B, QL, HQ, D]
-    k_desc,  # [P, HKV, S, D / 2] int16, boxes of one page and head
+    k_desc,  # [P, HKV, S, D], FP8: [P, HKV, S, D / 2] int16; boxes of one page and head
     v_desc,
-    k_scale_ptr,  # [1], PER_TOKEN: [P, HKV, S]; fp32
+    k_scale_ptr,  # FP8: [1], PER_TOKEN: [P, HKV, S]; fp32
     v_scale_ptr,
     sinks_ptr,  # [HQ] fp32
     seq_lens_ptr,  # [B] int32
@@ -325,6 +356,7 @@ def decode_tma_kernel(
     TILE: gl.constexpr,
     S: gl.constexpr,
     SPLIT: gl.constexpr,
+    FP8: gl.constexpr,
     PER_TOKEN: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
@@ -341,6 +373,8 @@ def decode_tma_kernel(
     # At most two tiles are left when the full ones are done, and no copy is started for them any more.
     gl.static_assert(STAGES >= 3)
     H: gl.constexpr = D // 2
+    # 16-bit elements of a row of K and V.
+    W: gl.constexpr = H if FP8 else D
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS // COLUMN_WARPS, COLUMN_WARPS], [16, 8])
     column_layout: gl.constexpr = gl.SliceLayout(0, mma)
     # Each warp holds every row of a tile, so that a maximum over them crosses no warp.
@@ -370,8 +404,8 @@ def decode_tma_kernel(
         full_hi = gl.maximum(gl.minimum(common_hi // TILE, tile_hi), full_lo)  # owned: right edge
         position_0 = row_hi - query_len
 
-        k_smem = gl.allocate_shared_memory(gl.int16, [STAGES, 1, 1, TILE, H], k_desc.layout)
-        v_smem = gl.allocate_shared_memory(gl.int16, [STAGES, 1, 1, TILE, H], v_desc.layout)
+        k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, TILE, W], k_desc.layout)
+        v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, TILE, W], v_desc.layout)
         bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STAGES):
             mbarrier.init(bars.index(i), count=1)
@@ -380,11 +414,11 @@ def decode_tma_kernel(
         gl.thread_barrier()
         table_ptr = page_table_ptr + i_b.to(gl.int64) * stride_table_b
         for i in gl.static_range(STAGES - 1):
-            page0, page1, page2, page3 = _pages_of_tile(table_ptr, tile_lo + i, tile_hi, row_lo, row_hi, TILE, S, MASK_KV)
+            page0, page1, page2, page3 = _pages_of_tile(table_ptr, tile_lo + i, tile_hi, row_lo, row_hi, TILE, S, WINDOW, MASK_KV)
             _copy_tile(
-                k_desc, v_desc, k_smem, v_smem, bars, i, page0, page1, page2, page3, tile_lo + i, tile_hi, row_lo, row_hi, i_h, TILE, S, MASK_KV
+                k_desc, v_desc, k_smem, v_smem, bars, i, page0, page1, page2, page3, tile_lo + i, tile_hi, row_lo, row_hi, i_h, TILE, S, WINDOW, MASK_KV
             )  # fmt: skip
-        page0, page1, page2, page3 = _pages_of_tile(table_ptr, tile_lo + STAGES - 1, tile_hi, row_lo, row_hi, TILE, S, MASK_KV)
+        page0, page1, page2, page3 = _pages_of_tile(table_ptr, tile_lo + STAGES - 1, tile_hi, row_lo, row_hi, TILE, S, WINDOW, MASK_KV)
 
         o_n = gl.arange(0, TILE, layout=gl.SliceLayout(1, mma))
         o_all = gl.arange(0, TILE, layout=all_layout)
@@ -392,16 +426,16 @@ def decode_tma_kernel(
             k_scale_ptr += i_h.to(gl.int64) * stride_ks_h
             v_scale_ptr += i_h.to(gl.int64) * stride_vs_h
         # Scales are loaded a tile ahead of their use, their pages two tiles ahead.
-        page = _pages_of_rows(table_ptr, tile_lo, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN)
-        page_all = _pages_of_rows(table_ptr, tile_lo, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN)
-        b_ks = _load_scales(k_scale_ptr, page, tile_lo, tile_hi, row_lo, row_hi, o_n, stride_ks_p, stride_ks_s, S, TILE, PER_TOKEN, MASK_KV)
-        b_vs = _load_scales(v_scale_ptr, page, tile_lo, tile_hi, row_lo, row_hi, o_n, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, MASK_KV)
-        b_vs_all = _load_scales(v_scale_ptr, page_all, tile_lo, tile_hi, row_lo, row_hi, o_all, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, MASK_KV)
-        page = _pages_of_rows(table_ptr, tile_lo + 1, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN)
-        page_all = _pages_of_rows(table_ptr, tile_lo + 1, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN)
+        page = _pages_of_rows(table_ptr, tile_lo, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN, WINDOW)
+        page_all = _pages_of_rows(table_ptr, tile_lo, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN, WINDOW)
+        b_ks = _load_scales(k_scale_ptr, page, tile_lo, tile_hi, row_lo, row_hi, o_n, stride_ks_p, stride_ks_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV)
+        b_vs = _load_scales(v_scale_ptr, page, tile_lo, tile_hi, row_lo, row_hi, o_n, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV)
+        b_vs_all = _load_scales(v_scale_ptr, page_all, tile_lo, tile_hi, row_lo, row_hi, o_all, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV)
+        page = _pages_of_rows(table_ptr, tile_lo + 1, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN, WINDOW)
+        page_all = _pages_of_rows(table_ptr, tile_lo + 1, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN, WINDOW)
 
-        q0, q1, q_scale = _load_query(q_ptr, sm_scale, i_b, i_h, query_len, stride_q_b, stride_q_t, stride_q_h, GROUP, M, H, NUM_WARPS, SHARED_Q, mma)
-        if not PER_TOKEN:
+        q0, q1, q_scale = _load_query(q_ptr, sm_scale, i_b, i_h, query_len, stride_q_b, stride_q_t, stride_q_h, GROUP, M, H, FP8, NUM_WARPS, SHARED_Q, mma)
+        if FP8 and not PER_TOKEN:
             q_scale = q_scale * gl.load(k_scale_ptr)
         acc0 = gl.zeros([H, M], gl.float32, mma)
         acc1 = gl.zeros([H, M], gl.float32, mma)
@@ -416,13 +450,17 @@ def decode_tma_kernel(
                 part_lo = tile_lo if PART == 0 else (full_lo if PART == 1 else full_hi)
                 part_hi = full_lo if PART == 0 else (full_hi if PART == 1 else tile_hi)
                 for i_tile in range(part_lo, part_hi):
-                    next_ks = _load_scales(k_scale_ptr, page, i_tile + 1, tile_hi, row_lo, row_hi, o_n, stride_ks_p, stride_ks_s, S, TILE, PER_TOKEN, MASK_KV)
-                    next_vs = _load_scales(v_scale_ptr, page, i_tile + 1, tile_hi, row_lo, row_hi, o_n, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, MASK_KV)
+                    next_ks = _load_scales(
+                        k_scale_ptr, page, i_tile + 1, tile_hi, row_lo, row_hi, o_n, stride_ks_p, stride_ks_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV
+                    )
+                    next_vs = _load_scales(
+                        v_scale_ptr, page, i_tile + 1, tile_hi, row_lo, row_hi, o_n, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV
+                    )
                     next_all = _load_scales(
-                        v_scale_ptr, page_all, i_tile + 1, tile_hi, row_lo, row_hi, o_all, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, MASK_KV
+                        v_scale_ptr, page_all, i_tile + 1, tile_hi, row_lo, row_hi, o_all, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV
                     )  # fmt: skip
-                    page = _pages_of_rows(table_ptr, i_tile + 2, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN)
-                    page_all = _pages_of_rows(table_ptr, i_tile + 2, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN)
+                    page = _pages_of_rows(table_ptr, i_tile + 2, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN, WINDOW)
+                    page_all = _pages_of_rows(table_ptr, i_tile + 2, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN, WINDOW)
                     mbarrier.wait(bars.index(i_slot), phase)
                     if PART != 2:
                         # Every warp is past its reads of the tile before: its place can be filled.
@@ -430,13 +468,14 @@ def decode_tma_kernel(
                         free = gl.where(i_slot == 0, STAGES - 1, i_slot - 1)
                         i_next = i_tile + STAGES - 1
                         _copy_tile(
-                            k_desc, v_desc, k_smem, v_smem, bars, free, page0, page1, page2, page3, i_next, tile_hi, row_lo, row_hi, i_h, TILE, S, MASK_KV
+                            k_desc, v_desc, k_smem, v_smem, bars, free, page0, page1, page2, page3, i_next, tile_hi, row_lo, row_hi, i_h,
+                            TILE, S, WINDOW, MASK_KV,
                         )  # fmt: skip
-                        page0, page1, page2, page3 = _pages_of_tile(table_ptr, i_next + 1, tile_hi, row_lo, row_hi, TILE, S, MASK_KV)
+                        page0, page1, page2, page3 = _pages_of_tile(table_ptr, i_next + 1, tile_hi, row_lo, row_hi, TILE, S, WINDOW, MASK_KV)
                     acc0, acc1, p_sum, b_max, v_unit = _attend_tile(
                         acc0, acc1, p_sum, b_max, v_unit, q0, q1, q_scale, b_ks, b_vs, b_vs_all, soft_cap,
-                        k_smem.index(i_slot).reshape([TILE, H]), v_smem.index(i_slot).reshape([TILE, H]), i_tile, row_lo, row_hi, position_0, window, query_len,
-                        PART == 1, GROUP, TILE, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, SHARED_Q, mma, all_layout,
+                        k_smem.index(i_slot).reshape([TILE, W]), v_smem.index(i_slot).reshape([TILE, W]), i_tile, row_lo, row_hi, position_0, window, query_len,
+                        PART == 1, GROUP, TILE, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, SHARED_Q, mma, all_layout,
                     )  # fmt: skip
                     b_ks = next_ks
                     b_vs = next_vs
@@ -445,7 +484,11 @@ def decode_tma_kernel(
                     phase = gl.where(i_slot == STAGES, phase ^ 1, phase)
                     i_slot = gl.where(i_slot == STAGES, 0, i_slot)
 
-        v_scale = v_unit if PER_TOKEN else gl.load(v_scale_ptr)
+        v_scale = 1.0
+        if PER_TOKEN:
+            v_scale = v_unit
+        elif FP8:
+            v_scale = gl.load(v_scale_ptr)
         b_sum = gl.sum(p_sum, 0)
         o_m = gl.arange(0, M, layout=column_layout)
         m_m = o_m < query_len * GROUP
@@ -469,8 +512,8 @@ def decode_tma_kernel(
             o_out = out_ptr + i_b.to(gl.int64) * stride_out_b + (o_m // GROUP) * stride_out_t + o_h * stride_out_h
             o_lse = i_b.to(gl.int64) * stride_lse_b + (o_m // GROUP) * stride_lse_t + o_h * stride_lse_h
             gl.store(lse_ptr + o_lse, b_lse * LN_2, mask=m_m)
-        # Row e of the two accumulators is d 2e and 2e + 1.
-        o_out = gl.expand_dims(o_out, 0) + gl.expand_dims(2 * gl.arange(0, H, layout=gl.SliceLayout(1, mma)), 1)
+        # Row e of the two accumulators is d 2e and 2e + 1, or not FP8 e and H + e.
+        o_out = gl.expand_dims(o_out, 0) + gl.expand_dims((2 if FP8 else 1) * gl.arange(0, H, layout=gl.SliceLayout(1, mma)), 1)
         m_out = gl.expand_dims(m_m, 0)
         gl.store(o_out, (acc0 * factor).to(o_out.dtype.element_ty), mask=m_out)
-        gl.store(o_out + 1, (acc1 * factor).to(o_out.dtype.element_ty), mask=m_out)
+        gl.store(o_out + (1 if FP8 else H), (acc1 * factor).to(o_out.dtype.element_ty), mask=m_out)

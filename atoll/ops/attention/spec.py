@@ -104,7 +104,7 @@ class PagedKV:
     k_scale: torch.Tensor | None = None  # fp8_tensor [1], fp8_token [P, HKV, S]; fp32; real value = stored * scale
     v_scale: torch.Tensor | None = None
     v_layout: VLayout = "plain"
-    prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # what backends made of these tensors, once for all launches
+    prepared: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # what backends made of these tensors, for all launches
 
     @property
     def num_pages(self) -> int:
