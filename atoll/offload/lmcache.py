@@ -7,17 +7,16 @@ What is dropped here begins a new epoch, which is part of LMCache's names: nothi
 be writing it to disk.
 """
 
+import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from atoll.offload.base import BlobKind, Completion, ConnectorStats, Found, Metadata, Span, Transfer
 
 if TYPE_CHECKING:
-    import torch
-
-    from atoll.offload.base_worker import Offload
+    from atoll.offload.base_worker import Offload, Regions
     from atoll.offload.lmcache_store import LMCacheStore
 
 Blob = tuple[BlobKind, bytes]
@@ -35,18 +34,28 @@ class _Store:
     wanted: set[Blob]  # less those that were forgotten meanwhile
 
 
-def make_lmcache(config_path: str | None, namespace: str, device: "torch.device | None" = None) -> "Offload":
-    """Both sides around one LMCache.
+class Identity(Protocol):
+    """Whose blobs they are."""
 
-    `config_path`: its YAML file; None: its defaults. `namespace`: whose blobs they are, such as a fingerprint of model and layout. `device`: of the pool.
+    def as_dict(self) -> Mapping[str, str | int]: ...
+
+
+def make_lmcache(config_path: str | None, identity: Identity, regions: "Regions") -> "Offload":
+    """Both sides around one LMCache. `config_path`: its YAML file; none: its defaults.
+
     Raises ConfigError without LMCache, and for a configuration that it, or this connector, cannot use.
     """
     from atoll.offload.base_worker import Offload
     from atoll.offload.lmcache_store import LMCacheStore
     from atoll.offload.lmcache_worker import LMCacheWorker
 
-    store = LMCacheStore(config_path, namespace, device)
+    store = LMCacheStore(config_path or None, namespace_of(identity), regions.device)
     return Offload(LMCacheConnector(store), LMCacheWorker(store))
+
+
+def namespace_of(identity: Identity) -> str:
+    """One for all that may read each other's blobs, in letters that LMCache may make a file's name of."""
+    return hashlib.blake2b(repr(sorted(identity.as_dict().items())).encode(), digest_size=16).hexdigest()
 
 
 class LMCacheConnector:

@@ -9,6 +9,7 @@ only what it fits comes into LMCache's memory again. A read from disk waits with
 for first. Its threads would keep a process alive that was not closed, so they are started by a daemon. Its disk is closed before the memory it writes from.
 """
 
+import asyncio
 import os
 import threading
 from collections.abc import Iterable
@@ -40,15 +41,7 @@ CHECKSUM_BYTES = 8
 # LMCache aligns its memory to this, and reads around the operating system's cache only what is a multiple of it.
 ALIGN_BYTES = 4096
 # Options, some of them under extra_config, that bring a backend which asks a network or a device.
-_REFUSED = {
-    "remote_url": None,
-    "remote_storage_plugins": None,
-    "storage_plugins": None,
-    "gds_path": None,
-    "maru_path": None,
-    "enable_p2p": False,
-    "enable_pd": False,
-}
+_REFUSED = ("remote_url", "remote_storage_plugins", "storage_plugins", "gds_path", "maru_path", "enable_p2p", "enable_pd", "enable_nixl_storage")
 
 Key = Any  # a CacheEngineKey; LMCache has no types to check against
 Memory = Any  # a MemoryObj
@@ -58,7 +51,7 @@ class LMCacheStore:
     """One LMCache in this process, which both sides of the connector share."""
 
     def __init__(self, config_path: str | None, namespace: str, device: torch.device | None = None) -> None:
-        """As `atoll.offload.lmcache.make_lmcache` has it. `device`: of the pool, for which LMCache pins its memory."""
+        """`config_path`: LMCache's YAML file; None: its defaults. `device`: of the pool, for which LMCache pins its memory."""
         self._config = _read_config(config_path)
         self._namespace = namespace
         self._checks = bool(self._config.local_disk)
@@ -160,12 +153,24 @@ class LMCacheStore:
             if self._disk is not None:
                 self._manager.close_backend(DISK)
             self._manager.close()
-            # LMCache stops its loop, and leaves it open.
             if not self._manager.thread.is_alive():
-                self._manager.loop.close()
+                _close_loop(self._manager.loop)
 
     def _stored_bytes(self, num_bytes: int) -> int:
         return -(-(num_bytes + CHECKSUM_BYTES) // ALIGN_BYTES) * ALIGN_BYTES if self._checks else num_bytes
+
+
+def _close_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """LMCache stops its loop and leaves it open, with what waits in it."""
+
+    async def end() -> None:
+        waiting = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    loop.run_until_complete(end())
+    loop.close()
 
 
 def _bytes_of(memory: Memory) -> torch.Tensor:
@@ -174,7 +179,7 @@ def _bytes_of(memory: Memory) -> torch.Tensor:
 
 def _checksum(key: Key, data: "np.ndarray[Any, np.dtype[np.uint8]]") -> bytes:
     """Of a blob's bytes under its name: another blob's, whole, do not pass for it."""
-    return xxhash.xxh3_64_digest(data, seed=xxhash.xxh3_64_intdigest(key.to_string().encode()))
+    return xxhash.xxh3_64_digest(data.data, seed=xxhash.xxh3_64_intdigest(key.to_string().encode()))
 
 
 def _read_config(path: str | None) -> Any:

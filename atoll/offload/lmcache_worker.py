@@ -34,6 +34,7 @@ class LMCacheWorker:
         blob_bytes = max(1, regions.image_pages) * regions.page_bytes
         max_held_bytes = min(int(self._store.capacity_bytes * MAX_HELD_SHARE), MAX_HELD_BYTES)
         if blob_bytes > self._store.capacity_bytes * MAX_HELD_SHARE:
+            self._store.close()
             raise ConfigError(
                 f"the largest blob, {'a page' if regions.image_pages <= 1 else 'a state'} of {blob_bytes} bytes, is more than a quarter of LMCache's memory of "
                 f"{self._store.capacity_bytes} bytes; give a max_local_cpu_size of {4 * blob_bytes / 2**30:.3g} (GiB) or more"
@@ -66,7 +67,10 @@ class LMCacheWorker:
             mover.join(max(0.0, deadline - time.monotonic()))
         # LMCache gives its memory back as it closes. Under a copy that still runs, it is better left to the end of the process.
         if not any(mover.is_alive for mover in self._movers):
-            self._store.close()
+            # It writes to disk first what it has taken for it, which may be much.
+            closing = threading.Thread(target=self._store.close, name="lmcache-close", daemon=True)
+            closing.start()
+            closing.join(max(0.0, deadline - time.monotonic()))
 
 
 class _Mover:

@@ -28,6 +28,16 @@ def state(number: int, *at: int) -> Span:
     return Span(STATE, digest(number), at)
 
 
+@dataclass(frozen=True)
+class Named:
+    """An identity in tests."""
+
+    name: str = "tests"
+
+    def as_dict(self) -> dict[str, str | int]:
+        return {"name": self.name}
+
+
 @dataclass
 class Pool:
     """Both sides and a plain buffer, driven as an engine drives them."""
@@ -74,6 +84,16 @@ class Pool:
         raise AssertionError(f"transfer {generation} has not ended")
 
 
+def write_config(folder: Path, cpu_bytes: int, disk_bytes: int = 0, **options: Any) -> str:
+    """A configuration of LMCache; its disk is in the folder too."""
+    lines = {"max_local_cpu_size": cpu_bytes / 2**30, "local_cpu": True} | options
+    if disk_bytes:
+        lines |= {"local_disk": str(folder / "disk"), "max_local_disk_size": disk_bytes / 2**30}
+    path = folder / "lmcache.yaml"
+    path.write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
+    return str(path)
+
+
 class Pools:
     """Makes pools over one LMCache each, and closes them."""
 
@@ -82,15 +102,12 @@ class Pools:
         self._made: list[Pool] = []
 
     def make(self, cpu_bytes: int = 2**20, disk_bytes: int = 0, **options: Any) -> Pool:
-        lines = {"max_local_cpu_size": cpu_bytes / 2**30, "local_cpu": True} | options
-        if disk_bytes:
-            lines |= {"local_disk": str(self._folder / "disk"), "max_local_disk_size": disk_bytes / 2**30}
-        path = self._folder / "lmcache.yaml"
-        path.write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
-        connector, worker = make_lmcache(str(path), "tests", self._device)
-        assert isinstance(connector, LMCacheConnector) and isinstance(worker, LMCacheWorker)
+        path = write_config(self._folder, cpu_bytes, disk_bytes, **options)
         pages = torch.zeros((NUM_PAGES, PAGE_BYTES), dtype=torch.uint8, device=self._device)
-        worker.register(Regions(pages, IMAGE_PAGES))
+        regions = Regions(pages, IMAGE_PAGES)
+        connector, worker = make_lmcache(path, Named(), regions)
+        assert isinstance(connector, LMCacheConnector) and isinstance(worker, LMCacheWorker)
+        worker.register(regions)
         self._made.append(Pool(connector, worker, connector._store, pages))
         return self._made[-1]
 
