@@ -21,6 +21,8 @@ from atoll.offload.lmcache_store import LMCacheStore
 MAX_HELD_SHARE = 1 / 4
 # And no more than this, so that a large transfer does not hold what others could have evicted.
 MAX_HELD_BYTES = 256 * 2**20
+# What is idle ends within this, however little time the caller has for what is in flight.
+CLOSE_GRACE_S = 1.0
 
 
 class LMCacheWorker:
@@ -60,7 +62,7 @@ class LMCacheWorker:
                 return
 
     def close(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + max(timeout_s, CLOSE_GRACE_S)
         for mover in self._movers:
             mover.stop()
         for mover in self._movers:

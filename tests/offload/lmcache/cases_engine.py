@@ -12,14 +12,14 @@ import torch
 from atoll import LLM, RequestOutput, SamplingParams
 from atoll.models import load_model
 from atoll.offload.base import Metadata, Transfer
-from atoll.offload.base_worker import Fence, Regions
-from atoll.offload.lmcache import LMCacheConnector, make_lmcache
+from atoll.offload.base_worker import Fence
+from atoll.offload.lmcache import LMCacheConnector
 from atoll.offload.lmcache_worker import LMCacheWorker, _Loads
 from tests.engine.conftest import one_thread
 from tests.engine.tiny import CONFIG, ByteTokenizer, TinyLoaded, prompts, tiny_model
 from tests.models.hybrids import CASES
 from tests.models.tiny import make_folder
-from tests.offload.lmcache.pool import Named, write_config
+from tests.offload.lmcache.pool import write_config
 
 __all__ = ["one_thread"]
 
@@ -52,11 +52,11 @@ class Served:
     """An engine with LMCache, and what became of its requests."""
 
     def __init__(self, name: str, config: str, **options: Any) -> None:
-        # Of what it is made for, only the device matters before it is registered.
-        halves = make_lmcache(config, Named(), Regions(torch.zeros((1, 1), dtype=torch.uint8), 0))
-        assert isinstance(halves.connector, LMCacheConnector) and isinstance(halves.worker, LMCacheWorker)
-        self.connector, self.worker = halves.connector, halves.worker
-        self.llm = LLM.from_loaded(load(name), halves, **SIZES | GUARDED | options)
+        self.llm = LLM.from_loaded(load(name), **SIZES | GUARDED | options | {"offload": f"lmcache:{config}"})
+        assert self.llm.engine.offload is not None
+        connector, worker = self.llm.engine.offload
+        assert isinstance(connector, LMCacheConnector) and isinstance(worker, LMCacheWorker)
+        self.connector, self.worker = connector, worker
 
     def serve(self) -> list[RequestOutput]:
         return self.llm.generate(WORK, GREEDY)
