@@ -45,6 +45,7 @@ _REFUSED = ("remote_url", "remote_storage_plugins", "storage_plugins", "gds_path
 
 Key = Any  # a CacheEngineKey; LMCache has no types to check against
 Memory = Any  # a MemoryObj
+Held = tuple[Key, Any]  # a blob that is pinned, and LMCache's backend where it is
 
 
 class LMCacheStore:
@@ -58,6 +59,7 @@ class LMCacheStore:
         self._manager = _make_manager(self._config, namespace, device)
         backends = self._manager.storage_backends
         self._cpu, self._disk = backends[CPU], backends.get(DISK)
+        self._backends = [backend for backend in (self._cpu, self._disk) if backend is not None]
         self._closed = False
 
     @property
@@ -70,20 +72,25 @@ class LMCacheStore:
         return CacheEngineKey(f"atoll.{self._namespace}.{kind.value}.{epoch}", 1, 0, int.from_bytes(digest, "big"), torch.uint8)
 
     def has(self, key: Key) -> bool:
-        return self._cpu.contains(key) or (self._disk is not None and self._disk.contains(key))
+        return any(backend.contains(key) for backend in self._backends)
 
-    def hold(self, keys: Iterable[Key]) -> list[tuple[Key, str]]:
+    def hold(self, keys: Iterable[Key]) -> list[Held]:
         """Pin blobs where they are, and use the first of them last, so that a prefix outlives what follows it. Those that were there, and where."""
-        held = [(key, name) for key in keys if (name := self._manager.contains(key, pin=True)) is not None]
-        # A file that somebody deleted is dropped by the thread that reads it, between the two calls; the order of eviction is a matter of speed only.
+        held: list[Held] = []
+        for key in keys:
+            for backend in self._backends:
+                if backend.contains(key, pin=True):
+                    held.append((key, backend))
+                    break
+        # A file that somebody deleted is dropped by the thread that reads it, between pin and touch; the order of eviction is a matter of speed only.
         with suppress(KeyError):
-            self._manager.touch_cache()
+            for backend in self._backends:
+                backend.touch_cache()
         return held
 
-    def let_go(self, held: Iterable[tuple[Key, str]]) -> None:
-        for key, name in held:
-            # Only there: LMCache takes an unpin everywhere for one of each place, and then counts below zero.
-            self._manager.batched_unpin([key], locations=[name])
+    def let_go(self, held: Iterable[Held]) -> None:
+        for key, backend in held:
+            backend.unpin(key)
 
     def touch(self, keys: Iterable[Key]) -> None:
         self.let_go(self.hold(keys))
