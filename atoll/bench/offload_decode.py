@@ -9,7 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
@@ -22,7 +22,7 @@ from atoll.kv.layout import PageLayout
 from atoll.kv.pool import PagePool
 from atoll.kv.slots import SlotPool
 from atoll.offload.base import BlobKind, Metadata, Span, Transfer
-from atoll.offload.base_worker import Regions, record_fence
+from atoll.offload.base_worker import Fence, Regions, record_fence
 from atoll.offload.copier import Way
 from atoll.offload.host_pages import HostPages
 from atoll.offload.worker import TierWorker
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 Beside = Literal["none", "load", "store", "both"]
 WAYS: dict[Beside, Sequence[Way]] = {"none": (), "load": (Way.LOAD,), "store": (Way.STORE,), "both": tuple(Way)}
 
-AHEAD = 4.0  # transfers in flight, in steps' worth: they must outlast the step that begins, which is longer beside them
+MAX_PACE = 256  # transfers that a step may start
+AHEAD = 4  # transfers in flight, in steps' worth: they must outlast the step that begins, which is longer beside them
 CLOSE_S = 60.0
 
 
@@ -70,7 +71,7 @@ class DecodeBesideRow:
     step_us: float  # a whole step, with what the engine does for transfers
     spread: float  # (longest - shortest) / step_us
     ratio: float | None  # by the step alone
-    issue_us: float  # of the step, on the host: to take completions and start transfers
+    issue_us: float  # of the step, on the host: the worker's `run`
     covered: float | None  # share of the steps at whose end every way was still in flight
     moved_gbps: float  # all ways together
 
@@ -132,6 +133,17 @@ class _Sample:
     is_covered: bool
 
 
+class _TimedWorker(TierWorker):
+    """Adds up how long `run` takes."""
+
+    run_s = 0.0
+
+    def run(self, metadata: Metadata, fence: Fence) -> None:
+        begin = time.perf_counter()
+        super().run(metadata, fence)
+        self.run_s += time.perf_counter() - begin
+
+
 class _Bench:
     """A runner at full pools, and a worker with pages of its own behind the sequences'."""
 
@@ -148,14 +160,14 @@ class _Bench:
         spec = DecodeSpec(
             config.num_q_heads, config.num_kv_heads, config.head_dim, options.page_size, q_dtype=model.dtype, kv_format=layout.kv_format, window=config.window
         )
-        self._runner = Runner(model, spec, pool, RunnerConfig(options.context, options.batch), slots)
         self._step = make_step(config, layout, options.batch, options.context, seed=options.seed)
         host = HostPages.anonymous(2 * num_moved, layout.page_bytes)
         # Memory that was never written is not there yet.
         host.pages.fill_(1)
-        self._worker = TierWorker(host)
+        self._worker = _TimedWorker(host)
         self._worker.register(Regions(pool.buffer, image_pages=0))
-        # Scattered on both sides. A way moves the same pages again and again: its copies run one after the other.
+        self._runner = Runner(model, spec, pool, RunnerConfig(options.context, options.batch), slots, self._worker)
+        # Scattered on both sides. A way moves the same bytes between the same places again and again.
         rand = random.Random(options.seed)
         self._moved: dict[Way, tuple[tuple[Span, ...], tuple[int, ...]]] = {}  # spans in the pool, and host slots
         for i, way in enumerate(Way):
@@ -163,8 +175,9 @@ class _Bench:
             spans = tuple(Span(BlobKind.KV, b"", (page,)) for page in pages)
             self._moved[way] = spans, tuple(rand.sample(range(i * num_moved, (i + 1) * num_moved), num_moved))
         self._transfer_bytes = num_moved * layout.page_bytes
+        self._paces: dict[Way, int] = {}  # transfers that move while a step runs
         self._in_flight: dict[int, Way] = {}  # by generation
-        self._generations = itertools.count(1)
+        self._generations, self._fences = itertools.count(1), itertools.count(1)
 
     @property
     def replays_graph(self) -> bool:
@@ -178,54 +191,55 @@ class _Bench:
         for _ in range(2):
             result = self._runner.execute(self._step)
             assert all(token.token_id is not None for token in result.tokens.values()), "random rows gave logits that are not finite"
-        alone_us = statistics.median(sample.step_us for sample in self._sample((), {}))
-        depths = {way: max(2, round(AHEAD * alone_us / self._transfer_us(way))) for way in Way}
+        alone_us = statistics.median(sample.step_us for sample in self._sample(()))
+        # What moves while a step runs; one starts at most twice that, as the stores of one step are one copy and end together.
+        self._paces = {way: max(1, round(alone_us / self._transfer_us(way))) for way in Way}
         samples: dict[Beside, list[_Sample]] = {beside: [] for beside in WAYS}
         turns = list(WAYS)
         for i_round in range(self._options.rounds):
             shift = i_round % len(turns)
             for beside in turns[shift:] + turns[:shift]:
-                samples[beside] += self._sample(WAYS[beside], depths)
+                samples[beside] += self._sample(WAYS[beside])
         return samples
 
-    def _sample(self, ways: Sequence[Way], depths: dict[Way, int]) -> list[_Sample]:
-        """Steps as the engine runs them: take completions, start transfers behind a fence, compute."""
+    def _sample(self, ways: Sequence[Way]) -> list[_Sample]:
+        """Steps as the engine runs them: take completions, then the runner starts transfers behind the step's fence, and computes."""
         times: list[tuple[float, float]] = []
         ended: list[int] = []
         covers: list[bool] = []
-        # One more: the first has no transfers before it, and is not counted.
-        for _ in range(self._options.steps + 1):
-            begin = time.perf_counter()
+        # The first bring the transfers up to their number, and are not counted.
+        num_first = AHEAD + 1 if ways else 1
+        for _ in range(num_first + self._options.steps):
+            begin, run_s = time.perf_counter(), self._worker.run_s
             ended.append(self._poll())
             under_way = list(self._in_flight.values())
             covers.append(all(way in under_way for way in ways))
-            self._start({way: depths[way] - under_way.count(way) for way in ways})
-            issued = time.perf_counter()
-            self._runner.execute(self._step)
-            end = time.perf_counter()
-            times.append(((end - begin) * 1e6, (issued - begin) * 1e6))
+            if len(times) > 1:
+                # Steps are longer beside transfers, and a clock is not a promise.
+                self._paces |= {way: min(2 * self._paces[way], MAX_PACE) for way in ways if way not in under_way}
+            counts = {way: min(2 * self._paces[way], AHEAD * self._paces[way] - under_way.count(way)) for way in ways}
+            step = replace(self._step, metadata=self._metadata(counts))
+            self._runner.execute(step)
+            times.append(((time.perf_counter() - begin) * 1e6, (self._worker.run_s - run_s) * 1e6))
         ended.append(self._poll())
         covers.append(all(way in self._in_flight.values() for way in ways))
         self._drain()
         # What had ended when the next step began is what moved beside this one.
         return [
             _Sample(step_us, issue_us, count * self._transfer_bytes, covered)
-            for (step_us, issue_us), count, covered in zip(times[1:], ended[2:], covers[2:], strict=True)
+            for (step_us, issue_us), count, covered in zip(times[num_first:], ended[num_first + 1 :], covers[num_first + 1 :], strict=True)
         ]
 
-    def _start(self, counts: dict[Way, int]) -> None:
-        transfers: list[tuple[Way, Transfer]] = []
+    def _metadata(self, counts: dict[Way, int]) -> Metadata:
+        """So many new transfers."""
+        made: dict[Way, list[Transfer]] = {way: [] for way in Way}
         for way, count in counts.items():
             spans, slots = self._moved[way]
-            transfers += [(way, Transfer(next(self._generations), spans, slots)) for _ in range(count)]
-        if not transfers:
-            return
-        fence = record_fence(transfers[0][1].generation, self._options.device)
-        for way, transfer in transfers:
-            self._in_flight[transfer.generation] = way
-            # One by one: the stores of one metadata would end together.
-            one = (transfer,)
-            self._worker.run(Metadata(fence.number, loads=one) if way is Way.LOAD else Metadata(fence.number, stores=one), fence)
+            for _ in range(count):
+                generation = next(self._generations)
+                self._in_flight[generation] = way
+                made[way].append(Transfer(generation, spans, slots))
+        return Metadata(next(self._fences), loads=tuple(made[Way.LOAD]), stores=tuple(made[Way.STORE]))
 
     def _poll(self) -> int:
         """How many transfers have ended."""
@@ -245,7 +259,8 @@ class _Bench:
         samples_us = []
         for _ in range(3):
             begin = time.perf_counter()
-            self._start({way: 1})
+            metadata = self._metadata({way: 1})
+            self._worker.run(metadata, record_fence(metadata.fence, self._options.device))
             self._drain()
             samples_us.append((time.perf_counter() - begin) * 1e6)
         return statistics.median(samples_us)

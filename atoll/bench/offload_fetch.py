@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from atoll.bench.model import give_back
 from atoll.engine.llm import LLM
 from atoll.engine.output import RequestOutput
 from atoll.engine.sampling import SamplingParams
@@ -63,6 +64,7 @@ def time_fetch(loaded: "LoadedModel", options: FetchOptions) -> FetchRow:
     least, most = 2 * options.page_size + 1, loaded.config.max_position - 1
     if not least <= options.context <= most:
         raise ConfigError(f"context {options.context} is outside {least} to {most} tokens for {options.model}; give tokens in that range")
+    give_back(loaded.model.device)
     # Room for several such prompts and their states, so that nothing is evicted.
     llm = LLM.from_loaded(
         loaded, page_size=options.page_size, kv_format=options.kv_format, max_num_seqs=4, max_model_len=options.context + 1, offload=options.offload

@@ -26,6 +26,7 @@ from atoll.offload.base_worker import Offload, TransferWorker
 
 log = logging.getLogger(__name__)
 
+THREADS_END_S = 2.0  # that a connector's threads have to end, which then have nothing to do any more
 TRANSFER_WAIT_S = 0.001  # at most, in a step that has nothing to compute
 
 
@@ -112,12 +113,12 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget every prefix, a connector's too, so that all pages are free; the statistics go on. Raises RequestError while a request waits or runs."""
-        if not self.has_work:
-            self.drain_transfers()
         if self.has_work:
             raise RequestError(
                 f"requests that wait or run: {len(self._generations)}, 0 is the limit for a reset of the prefix cache; let them end, or abort them"
             )
+        if not self.drain_transfers():
+            raise RequestError("pages are leased to transfers that do not end, 0 is the limit for a reset of the prefix cache; try again later")
         self.scheduler.reset_prefix_cache()
 
     def add(
@@ -209,7 +210,7 @@ class Engine:
         self.abort_all()
         if self.offload is not None:
             self._drain(lambda: self.has_pending_transfers, timeout_s)
-            self.offload.worker.close(TRANSFER_WAIT_S)
+            self.offload.worker.close(THREADS_END_S)
 
     def _drain(self, is_pending: Callable[[], bool], timeout_s: float) -> bool:
         end_s = time.monotonic() + timeout_s
@@ -229,7 +230,8 @@ class Engine:
         self.scheduler.commit(step, {})
         self.offload.worker.wait(TRANSFER_WAIT_S)
         self._take_completions()
-        self._check_idle()
+        if not self.has_pending_transfers:
+            self._check_idle()
 
     def _take_completions(self) -> None:
         if self.offload is not None:

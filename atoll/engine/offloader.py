@@ -60,7 +60,6 @@ class _Lease:
     pages: list[int]
     generations: set[int]
     began_s: float
-    discards: bool  # something was wrong with what they hold
 
 
 class Offloader:
@@ -265,7 +264,7 @@ class Offloader:
             for generation in generations:
                 self._end_store(generation)
             return False
-        lease = _Lease(request.pages, generations, self._clock(), discard)
+        lease = _Lease(request.pages, generations, self._clock())
         self._leases.append(lease)
         for generation in generations:
             self._stores[generation].lease = lease
@@ -281,8 +280,6 @@ class Offloader:
         if not store.lease.generations:
             self._leases.remove(store.lease)
             self.cache.release(store.lease.pages)
-            if store.lease.discards:
-                self.cache.discard(store.lease.pages)
 
     # Books.
 
@@ -293,6 +290,10 @@ class Offloader:
             yield from load.transfer.pages
         for lease in self._leases:
             yield from lease.pages
+
+    def leases(self) -> Counter[int]:
+        """How often each page is held by requests that have gone."""
+        return Counter(page for lease in self._leases for page in lease.pages)
 
     def pins(self) -> Counter[Checkpoint]:
         return Counter(store.checkpoint for store in self._stores.values() if store.checkpoint is not None)

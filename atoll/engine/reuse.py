@@ -148,7 +148,7 @@ class PrefixReuse:
         if self.offloader is None or not self.offloader.keep(request, discard=discard):
             self.cache.release(pages)
         if discard:
-            self.cache.discard(pages)
+            self.cache.discard(pages, self.offloader.leases() if self.offloader is not None else {})
         request.pages = []
         request.num_computed = 0
 

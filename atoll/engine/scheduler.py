@@ -4,11 +4,11 @@ Policy, in one paragraph. Running requests come first, in order of arrival, one 
 computed; what the token budget leaves goes to waiting requests, first come first served. Chunks end on a fixed grid counted from position 0 (but for those
 that end where a checkpoint is wanted, and the one that ends the sequence), so that how a prompt is cut depends on little else. Pages are appended as rows
 are scheduled. When none is free, the prefix cache evicts; when it has nothing left, the request that arrived last gives all of its pages back and waits
-again, in order of arrival, with its generated tokens kept. A request begins, at its first admission and after a preemption, behind the longest prefix that the cache has. It
-is admitted only when the pages that are free or can be evicted cover its tokens and those that running requests still have to compute, which keeps
-preemption rare. Where a connector has more of its prefix than the pool, it is parked until that has been loaded. Of a model that keeps states, each running
-request holds one state slot, from its admission until it ends or is preempted. Checkpoints are reserved last, so none of them costs a running request its
-pages.
+again, in order of arrival, with its generated tokens kept. A request begins, at its first admission and after a preemption, behind the longest prefix that
+the cache has. It is admitted only when the pages that are free or can be evicted cover its tokens and those that running requests still have to compute,
+which keeps preemption rare. Where a connector has more of its prefix than the pool, it is parked until that has been loaded. Of a model that keeps states,
+each running request holds one state slot, from its admission until it ends or is preempted. Checkpoints are reserved last, so none of them costs a running
+request its pages.
 """
 
 from bisect import insort

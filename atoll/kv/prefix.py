@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from atoll.errors import PoolCorruptError, PoolError
 from atoll.kv.checkpoint import Checkpoint
 from atoll.kv.eviction import EvictionQueue
-from atoll.kv.ledger import PageLedger
+from atoll.kv.ledger import PageClass, PageLedger
 from atoll.kv.page_map import count_kinds
-from atoll.kv.prefix_stats import MissReason, PrefixStats
-from atoll.kv.prefix_tree import PrefixNode, PrefixTree
-
-MAX_REMEMBERED = 65_536  # digests of what was evicted; they only tell why a token was missed
+from atoll.kv.prefix_stats import MissReason, PrefixStats, remember
+from atoll.kv.prefix_tree import PrefixNode, PrefixTree, upward
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,7 @@ class PrefixCache:
         self._queue: EvictionQueue[PrefixNode | Checkpoint] = EvictionQueue()
         self._reserved: dict[bytes, Checkpoint] = {}  # not published yet
         self._expected: Counter[bytes] = Counter()  # boundaries at which running requests will leave a checkpoint
+        self._detached: set[Checkpoint] = set()  # forgotten while they were pinned
         self._num_unpinned = 0  # published checkpoints
         self._gone_pages: dict[bytes, None] = {}  # evicted, in order
         self._gone_checkpoints: dict[bytes, None] = {}
@@ -111,18 +110,24 @@ class PrefixCache:
                 node.stamp = self._queue.stamp(0 if self.image_pages else self._page_size)
                 self._offer(node)
 
-    def discard(self, pages: Sequence[int]) -> None:
-        """Forget pages that were released, from the last on, as far as nobody holds them and nothing comes after them; their checkpoints too."""
+    def discard(self, pages: Sequence[int], leases: Mapping[int, int]) -> None:
+        """Forget a request's pages, from the last on, as far as nothing comes after them and nobody holds them but `leases`, so often; checkpoints too.
+
+        The request has given its pages back. What a lease still holds is forgotten all the same, and is free when the lease ends.
+        """
         for page in reversed(pages):
             node = self._tree.of_page(page)
             if node is None:
                 continue
-            if node.is_held or node.children:
+            if node.children or self.ledger.ref_count(page) > 1 + leases.get(page, 0):
                 return
             if node.checkpoint is not None:
                 self._drop(node.checkpoint)
+            self._tree.set_held(node, False)
             self._queue.discard(node)
             self._remove(node)
+            if self.ledger.ref_count(page):
+                self.ledger.map.mark(page, PageClass.KV)
 
     # The tree.
 
@@ -245,7 +250,11 @@ class PrefixCache:
         """A restore has run, or will not; `hit`: it served another request than the one that left the checkpoint."""
         checkpoint.num_pins -= 1
         checkpoint.num_hits += hit
-        if not checkpoint.num_pins:
+        if checkpoint in self._detached:
+            if not checkpoint.num_pins:
+                self._detached.discard(checkpoint)
+                self.ledger.release_image(checkpoint.pages)
+        elif not checkpoint.num_pins:
             self._num_unpinned += 1
             self._use(checkpoint)
 
@@ -276,7 +285,7 @@ class PrefixCache:
             yield node.page
             if node.checkpoint is not None:
                 yield from node.checkpoint.pages
-        for checkpoint in self._reserved.values():
+        for checkpoint in (*self._reserved.values(), *self._detached):
             yield from checkpoint.pages
 
     def check(self, pins: Mapping[Checkpoint, int], reserved: Collection[Checkpoint]) -> None:
@@ -299,6 +308,7 @@ class PrefixCache:
         for checkpoint in checkpoints:
             if not checkpoint.is_published or (checkpoint in self._queue) != (checkpoint.num_pins == 0):
                 raise PoolCorruptError(f"checkpoint at {checkpoint.position} with {checkpoint.num_pins} pins is wrongly published or queued")
+        for checkpoint in (*checkpoints, *self._detached):
             if checkpoint.num_pins != pins.get(checkpoint, 0):
                 raise PoolCorruptError(f"checkpoint at {checkpoint.position} has {checkpoint.num_pins} pins, its readers count {pins.get(checkpoint, 0)}")
         unpinned = sum(checkpoint.num_pins == 0 for checkpoint in checkpoints)
@@ -321,11 +331,11 @@ class PrefixCache:
         if isinstance(item, Checkpoint):
             self.stats.num_evicted_checkpoints += 1
             self._drop(item)
-            _remember(self._gone_checkpoints, item.digest)
+            remember(self._gone_checkpoints, item.digest)
         elif item is not None:
             self.stats.num_evicted_pages += 1
             self._remove(item)
-            _remember(self._gone_pages, item.digest)
+            remember(self._gone_pages, item.digest)
         return item is not None
 
     def _remove(self, node: PrefixNode) -> None:
@@ -337,11 +347,14 @@ class PrefixCache:
             self._offer(parent)
 
     def _drop(self, checkpoint: Checkpoint) -> None:
-        """Take an unpinned checkpoint out, and free its image."""
+        """Take a checkpoint out, and free its image; that of a pinned one, which is only ever discarded, when it is not any more."""
         node = self._tree.get(checkpoint.digest)
-        assert node is not None and node.checkpoint is checkpoint and not checkpoint.num_pins
+        assert node is not None and node.checkpoint is checkpoint
         node.checkpoint = None
         checkpoint.is_published = False
+        if checkpoint.num_pins:
+            self._detached.add(checkpoint)
+            return
         self._num_unpinned -= 1
         self._queue.discard(checkpoint)
         self.ledger.release_image(checkpoint.pages)
@@ -366,7 +379,7 @@ class PrefixCache:
 
     def _use(self, checkpoint: Checkpoint) -> None:
         node = self._tree.get(checkpoint.digest)
-        checkpoint.stamp = self._queue.stamp(self._value(_upward(node)))
+        checkpoint.stamp = self._queue.stamp(self._value(upward(node)))
         self._queue.put(checkpoint, checkpoint.stamp)
 
     def _value(self, upward: Iterable[PrefixNode | None]) -> float:
@@ -384,17 +397,3 @@ class PrefixCache:
             num_pages += is_alone
             below = node
         return num_saved / num_pages
-
-
-def _upward(node: PrefixNode | None) -> Iterator[PrefixNode]:
-    while node is not None and node.depth:
-        yield node
-        node = node.parent
-
-
-def _remember(gone: dict[bytes, None], digest: bytes) -> None:
-    """Keep a digest, and no more than MAX_REMEMBERED of them."""
-    gone.pop(digest, None)
-    gone[digest] = None
-    if len(gone) > MAX_REMEMBERED:
-        del gone[next(iter(gone))]

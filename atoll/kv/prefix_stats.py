@@ -4,6 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+MAX_REMEMBERED = 65_536  # digests of what was evicted; they only tell why a token was missed
+
 
 class MissReason(StrEnum):
     """Why a token of a prompt is computed although tokens are reused; each such token has one reason."""
@@ -34,3 +36,11 @@ class PrefixStats:
     def hit_rate(self) -> float | None:
         """Share of the prompt tokens that were reused; None before the first."""
         return self.num_hits / self.num_queries if self.num_queries else None
+
+
+def remember(gone: dict[bytes, None], digest: bytes) -> None:
+    """Keep a digest, and no more than MAX_REMEMBERED of them."""
+    gone.pop(digest, None)
+    gone[digest] = None
+    if len(gone) > MAX_REMEMBERED:
+        del gone[next(iter(gone))]

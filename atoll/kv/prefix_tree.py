@@ -36,6 +36,13 @@ class PrefixNode:
     stamp: Stamp = (0.0, 0)  # of its last use
 
 
+def upward(node: PrefixNode | None) -> Iterator[PrefixNode]:
+    """A node and all before it, back to the beginning."""
+    while node is not None and node.depth:
+        yield node
+        node = node.parent
+
+
 class PrefixTree:
     """Nodes by digest. A node's parent is always in the tree, so a prefix is walked from its beginning and ends at the first page that is missing."""
 

@@ -298,9 +298,9 @@ def test_control_a_prefill_at_fault_shows(case: Case, fault: dict[str, Any], mon
 def test_control_a_slot_that_an_abort_keeps_is_found(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     release = Scheduler._release
 
-    def forgetful(self: Scheduler, request: Request) -> None:
+    def forgetful(self: Scheduler, request: Request, *, discard: bool = False) -> None:
         request.state_slot = None
-        release(self, request)
+        release(self, request, discard=discard)
 
     llm = case.llm()
     llm.engine.add(PROMPTS[0], GREEDY)

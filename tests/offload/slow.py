@@ -42,7 +42,7 @@ class SlowWorker:
     """The switches below are faults: each takes one protection away."""
 
     tells_early = False  # a completion comes before the copies
-    tells_all_arrived = False  # whatever arrived
+    tells_all_arrived = False  # of a load, whatever arrived
     reads_stale = False  # a store reads what its pages held before the step that filled them: it did not wait for the fence
 
     def __init__(self, recorder: Recorder, pace: Pace = at_once, outcome: Outcome = all_arrives) -> None:
@@ -172,7 +172,7 @@ class SlowWorker:
         return not held and not flight.is_told and (not flight.copies or self.tells_early)
 
     def _completion(self, flight: Flight) -> Completion:
-        arrived = [True] * len(flight.outcome) if self.tells_all_arrived else flight.outcome
+        arrived = [True] * len(flight.outcome) if self.tells_all_arrived and flight.is_load else flight.outcome
         num_pages = sum(len(span.pages) for span, came in zip(flight.transfer.spans, arrived, strict=True) if came)
         return Completion(flight.generation, tuple(arrived), float(flight.num_polls), num_pages, None if all(arrived) else "the test said so")
 
