@@ -7,16 +7,17 @@ What is dropped here begins a new epoch, which is part of LMCache's names: nothi
 be writing it to disk.
 """
 
-import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from atoll.offload.base import BlobKind, Completion, ConnectorStats, Found, Metadata, Span, Transfer
 
 if TYPE_CHECKING:
-    from atoll.offload.base_worker import Offload, Regions
+    import torch
+
+    from atoll.offload.base_worker import Offload
     from atoll.offload.lmcache_store import Held, Key, LMCacheStore
 
 Blob = tuple[BlobKind, bytes]
@@ -34,28 +35,18 @@ class _Store:
     wanted: set[Blob]  # less those that were forgotten meanwhile
 
 
-class Identity(Protocol):
-    """Whose blobs they are."""
+def make_lmcache(config_path: str | None, namespace: str, device: "torch.device") -> "Offload":
+    """Both sides around one LMCache.
 
-    def as_dict(self) -> Mapping[str, str | int]: ...
-
-
-def make_lmcache(config_path: str | None, identity: Identity, regions: "Regions") -> "Offload":
-    """Both sides around one LMCache. `config_path`: its YAML file; none: its defaults.
-
-    Raises ConfigError without LMCache, and for a configuration that it, or this connector, cannot use.
+    `config_path`: its YAML file; none: its defaults. `namespace`: one for all who may read each other's blobs, in letters that LMCache may make a file's name
+    of. `device`: of the pool. Raises ConfigError without LMCache, and for a configuration that it, or this connector, cannot use.
     """
     from atoll.offload.base_worker import Offload
     from atoll.offload.lmcache_store import LMCacheStore
     from atoll.offload.lmcache_worker import LMCacheWorker
 
-    store = LMCacheStore(config_path or None, namespace_of(identity), regions.device)
+    store = LMCacheStore(config_path or None, namespace, device)
     return Offload(LMCacheConnector(store), LMCacheWorker(store))
-
-
-def namespace_of(identity: Identity) -> str:
-    """One for all that may read each other's blobs, in letters that LMCache may make a file's name of."""
-    return hashlib.blake2b(repr(sorted(identity.as_dict().items())).encode(), digest_size=16).hexdigest()
 
 
 class LMCacheConnector:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from atoll.errors import ConfigError
-from atoll.offload.base_worker import Regions
 from atoll.offload.lmcache import make_lmcache
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,14 +29,9 @@ def test_cases_hold_where_lmcache_is(pytestconfig: pytest.Config) -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
 
 
-class Named:
-    def as_dict(self) -> dict[str, str | int]:
-        return {"name": "tests"}
-
-
 def test_without_lmcache_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     # What is None here cannot be imported, wherever LMCache is.
     monkeypatch.setitem(sys.modules, "lmcache", None)
     monkeypatch.delitem(sys.modules, "atoll.offload.lmcache_store", raising=False)
     with pytest.raises(ConfigError, match=r"install atoll\[lmcache\]"):
-        make_lmcache(None, Named(), Regions(torch.zeros((4, 4096), dtype=torch.uint8), 0))
+        make_lmcache(None, "tests", torch.device("cpu"))

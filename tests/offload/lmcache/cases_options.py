@@ -6,11 +6,8 @@ import pytest
 import torch
 
 from atoll.errors import ConfigError
-from atoll.offload.base_worker import Regions
 from atoll.offload.lmcache import make_lmcache
-from tests.offload.lmcache.pool import PAGE_BYTES, Named, Pools
-
-REGIONS = Regions(torch.zeros((4, PAGE_BYTES), dtype=torch.uint8), 0)
+from tests.offload.lmcache.pool import PAGE_BYTES, Pools
 
 
 @pytest.mark.parametrize(
@@ -31,11 +28,11 @@ def test_configurations_that_do_not_fit_are_refused(tmp_path: Path, lines: str, 
     path = tmp_path / "lmcache.yaml"
     path.write_text(("" if "max_local_cpu" in lines or lines.startswith("- ") else "max_local_cpu_size: 0.001\n") + lines + "\n")
     with pytest.raises(ConfigError, match=message):
-        make_lmcache(str(path), Named(), REGIONS)
+        make_lmcache(str(path), "tests", torch.device("cpu"))
 
 
 def test_a_missing_file_and_a_blob_too_large_are_refused(pools: Pools, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be used"):
-        make_lmcache(str(tmp_path / "missing.yaml"), Named(), REGIONS)
+        make_lmcache(str(tmp_path / "missing.yaml"), "tests", torch.device("cpu"))
     with pytest.raises(ConfigError, match="max_local_cpu_size of"):
         pools.make(cpu_bytes=11 * PAGE_BYTES)

@@ -28,16 +28,6 @@ def state(number: int, *at: int) -> Span:
     return Span(STATE, digest(number), at)
 
 
-@dataclass(frozen=True)
-class Named:
-    """An identity in tests."""
-
-    name: str = "tests"
-
-    def as_dict(self) -> dict[str, str | int]:
-        return {"name": self.name}
-
-
 @dataclass
 class Pool:
     """Both sides and a plain buffer, driven as an engine drives them."""
@@ -104,10 +94,9 @@ class Pools:
     def make(self, cpu_bytes: int = 2**20, disk_bytes: int = 0, **options: Any) -> Pool:
         path = write_config(self._folder, cpu_bytes, disk_bytes, **options)
         pages = torch.zeros((NUM_PAGES, PAGE_BYTES), dtype=torch.uint8, device=self._device)
-        regions = Regions(pages, IMAGE_PAGES)
-        connector, worker = make_lmcache(path, Named(), regions)
+        connector, worker = make_lmcache(path, "tests", self._device)
         assert isinstance(connector, LMCacheConnector) and isinstance(worker, LMCacheWorker)
-        worker.register(regions)
+        worker.register(Regions(pages, IMAGE_PAGES))
         self._made.append(Pool(connector, worker, connector._store, pages))
         return self._made[-1]
 
