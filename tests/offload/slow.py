@@ -56,7 +56,7 @@ class SlowWorker:
         self.is_closed = False
         self.regions: Regions | None = None
         self._memory: Memory | None = None
-        self._recorder = recorder
+        self.recorder = recorder
         self._before: dict[int, Any] = {}  # page -> what it held before the last step, for reads_stale
         self._unfenced: list[Flight] = []
 
@@ -74,7 +74,7 @@ class SlowWorker:
 
     def run(self, metadata: Metadata, fence: Fence) -> None:
         assert not self.is_closed and fence.number == metadata.fence
-        self._recorder.fenced(fence.number, [*metadata.loads, *metadata.stores])
+        self.recorder.fenced(fence.number, [*metadata.loads, *metadata.stores])
         for transfer in metadata.loads:
             if not any(flight.transfer is transfer for flight in self._unfenced):
                 self.flights.append(self._flight(transfer, True))
@@ -90,7 +90,7 @@ class SlowWorker:
         told = [flight for flight in self.flights if self._is_due(flight)]
         for flight in told:
             flight.is_told = True
-            self._recorder.told(flight.generation, early=bool(flight.copies))
+            self.recorder.told(flight.generation, early=bool(flight.copies))
         self.flights = [flight for flight in self.flights if flight.copies or not flight.is_told]
         return [self._completion(flight) for flight in told]
 
@@ -151,7 +151,7 @@ class SlowWorker:
 
     def _copy(self, flight: Flight, number: int, part: int, page: int) -> None:
         span = flight.transfer.spans[number]
-        self._recorder.copied(flight.generation, page)
+        self.recorder.copied(flight.generation, page)
         if not flight.is_load:
             if not self.reads_stale:
                 flight.staged[number][part] = self.memory.read(page)
