@@ -4,7 +4,7 @@ The sides share nothing but what the protocol passes between them, and the recor
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -185,7 +185,6 @@ class SlowConnector:
     clears_late = False  # the clear of a load's target is held back until the load has ended
     starts_at_once = False  # a load does not wait for the fence
     tells_twice = False  # completions come again, and some that nobody asked for
-    is_gone = False  # `after_allocation` finds that the blobs went since the look-up
 
     def __init__(self, recorder: Recorder, worker: SlowWorker) -> None:
         self.index: dict[Key, None] = {}
@@ -195,6 +194,7 @@ class SlowConnector:
         self.finished: list[tuple[tuple[bytes, ...], tuple[int, ...]]] = []
         self.forgotten: list[bytes] = []
         self.metadata: list[Metadata] = []
+        self.takes: Callable[[Transfer, Span | None], bool] = lambda transfer, span: True  # a store's span, or a load (None) whose blobs are still there
         self.num_lost_loads = 0
         self.num_lost_stores = 0
         self._recorder = recorder
@@ -215,7 +215,7 @@ class SlowConnector:
         return Found(num_pages, frozenset(number for number, digest in enumerate(digests, 1) if (BlobKind.STATE, digest) in self.index))
 
     def after_allocation(self, load: Transfer) -> bool:
-        if self.is_gone:
+        if not self.takes(load, None):
             return False
         assert load.spans and all(_key(span) in self.index for span in load.spans), "the engine loads what a look-up has found"
         kinds = [span.kind for span in load.spans]
@@ -227,7 +227,7 @@ class SlowConnector:
 
     def prepare_store(self, store: Transfer) -> Transfer | None:
         busy = {_key(span) for transfer, is_load in self.known.values() if not is_load for span in transfer.spans}
-        spans = tuple(span for span in store.spans if _key(span) not in self.index and _key(span) not in busy)
+        spans = tuple(span for span in store.spans if _key(span) not in self.index and _key(span) not in busy and self.takes(store, span))
         if not spans:
             return None
         store = replace(store, spans=spans, note=("slow", len(spans)))
