@@ -151,8 +151,9 @@ def test_what_lmcache_evicts_under_a_load_is_computed(served: Callable[..., Serv
     one.check()
 
 
-def test_an_lmcache_that_is_too_small_gives_what_it_has(served: Callable[..., Served], name: str = "qwen3_5") -> None:
+def test_an_lmcache_that_is_too_small_gives_what_it_has(served: Callable[..., Served]) -> None:
     """It evicts while the engine looks up, loads and stores."""
+    name = "qwen3_5"
     one = served(name, 24 * 8 * 2**10)
     for _ in range(3):
         assert tokens(one.serve()) == alone(name)
@@ -161,7 +162,8 @@ def test_an_lmcache_that_is_too_small_gives_what_it_has(served: Callable[..., Se
     one.check()
 
 
-def test_aborts_at_any_step_leave_nothing_held(served: Callable[..., Served], name: str = "qwen3_5") -> None:
+def test_aborts_at_any_step_leave_nothing_held(served: Callable[..., Served]) -> None:
+    name = "qwen3_5"
     one = served(name)
     assert tokens(one.serve()) == alone(name)
     engine = one.llm.engine
