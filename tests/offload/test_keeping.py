@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.errors import RequestError
+from atoll.engine.step import Step
+from atoll.errors import ConfigError, RequestError
 from atoll.offload.base import BlobKind
 from tests.offload.cases import GRID, Bench, answers, evict_all, prompt
 from tests.offload.paces import a_copy_a_poll, after_polls, never
@@ -155,3 +156,41 @@ def test_bytes_that_came_back_are_those_that_left(bench: Bench) -> None:
             assert torch.equal(bench.engine.pool.buffer[span.pages[0]], before[span.kind, span.digest])
     assert len(loaded) >= 8
     bench.check()
+
+
+# What ends a step in the middle, and engines that reuse nothing.
+
+
+def test_an_exception_in_the_forward_pass_loses_no_page(bench: Bench) -> None:
+    bench.store(LONG)
+    bench.worker.pace = a_copy_a_poll
+    ids = [bench.add(LONG), bench.add(prompt(140, seed=201))]
+    bench.step(2)
+    run_rows = bench.engine.runner._run_rows
+
+    def fails(step: Step) -> Any:
+        raise RuntimeError("out of memory")
+
+    bench.monkeypatch.setattr(bench.engine.runner, "_run_rows", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bench.run()
+    bench.monkeypatch.setattr(bench.engine.runner, "_run_rows", run_rows)
+    bench.engine.abort_all()
+    assert not bench.outputs and ids
+    bench.check()
+    assert bench.serve(LONG).token_ids == answers(bench.name, [LONG])[0]
+    bench.check()
+
+
+def test_an_engine_that_reuses_nothing_offloads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench("llama", monkeypatch, options={"prefix_caching": False})
+    for _ in range(2):
+        assert bench.serve(LONG).token_ids == answers("llama", [LONG])[0]
+    assert not bench.connector.metadata and not bench.engine.has_pending_transfers
+    bench.engine.pool.check(held=())
+
+
+@pytest.mark.parametrize("options", [{"prefix_caching": False}, {"state_checkpoint_interval_tokens": 0}, {"num_pages": 17}])
+def test_a_hybrid_that_keeps_no_state_is_refused(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="offload is given and no state is kept, without which no prefix of this model can be fetched; give more pages"):
+        Bench("qwen3_5", monkeypatch, options=options)
