@@ -16,7 +16,7 @@ from tests.offload.paces import at_random, never
 from tests.offload.shadow_engine import OffloadShadowEngine
 from tests.offload.slow import SlowConnector, SlowWorker
 
-WALKS = 32
+WALKS = 25
 DEEDS = 200  # of a walk
 
 KINDS: list[dict[str, Any]] = [

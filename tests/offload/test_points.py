@@ -90,13 +90,13 @@ def test_an_abort_at_any_point_of_a_load(name: str, point: str, outcome: Outcome
     bench = Bench(name, monkeypatch, never)
     bench.store(LONG)
     bench.worker.outcome = outcome
-    other = bench.add(OTHER, max_tokens=20)
+    other = bench.add(OTHER, max_tokens=9)
     bench.step()
     aborted = bench.add(LONG)
     at_point_of_load(bench, point, lambda: bench.engine.abort(aborted))
     again = bench.add(LONG)
     finish(bench)
-    assert [bench.outputs[one].token_ids for one in (other, again)] == [answers(name, [OTHER], 20)[0], answers(name, [LONG])[0]]
+    assert [bench.outputs[one].token_ids for one in (other, again)] == [answers(name, [OTHER], 9)[0], answers(name, [LONG])[0]]
     assert outcome is not all_arrives or bench.outputs[again].num_cached_tokens >= 2 * GRID
 
 
@@ -104,7 +104,7 @@ def test_an_abort_at_any_point_of_a_load(name: str, point: str, outcome: Outcome
 def test_a_preemption_of_another_at_any_point_of_a_load(name: str, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(name, monkeypatch, never)
     bench.store(LONG)
-    other = bench.add(OTHER, max_tokens=20)
+    other = bench.add(OTHER, max_tokens=9)
     bench.step(2)
     fetched = bench.add(LONG)
 
@@ -117,7 +117,7 @@ def test_a_preemption_of_another_at_any_point_of_a_load(name: str, point: str, m
     else:
         at_point_of_load(bench, point, preempt)
     finish(bench)
-    assert [bench.outputs[one].token_ids for one in (other, fetched)] == [answers(name, [OTHER], 20)[0], answers(name, [LONG])[0]]
+    assert [bench.outputs[one].token_ids for one in (other, fetched)] == [answers(name, [OTHER], 9)[0], answers(name, [LONG])[0]]
     assert bench.outputs[other].num_preemptions + bench.outputs[fetched].num_preemptions == 1
 
 
@@ -126,7 +126,7 @@ def test_a_preemption_of_another_at_any_point_of_a_load(name: str, point: str, m
 @pytest.mark.parametrize("point", STORE_POINTS)
 def test_an_end_at_any_point_of_a_store(name: str, point: str, deed: str, outcome: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(name, monkeypatch, never, outcome)
-    ids = [bench.add(OTHER, max_tokens=20), bench.add(LONG)]
+    ids = [bench.add(OTHER, max_tokens=9), bench.add(LONG)]
     if deed == "preempt" and point == "before the run":
         # Nobody is preempted between a step and its commit.
         point = "begun"
@@ -134,11 +134,11 @@ def test_an_end_at_any_point_of_a_store(name: str, point: str, deed: str, outcom
     evict_all(bench.llm)
     bench.engine.check()
     finish(bench)
-    assert bench.outputs[ids[0]].token_ids == answers(name, [OTHER], 20)[0]
+    assert bench.outputs[ids[0]].token_ids == answers(name, [OTHER], 9)[0]
     assert deed == "abort" or bench.outputs[ids[1]].token_ids == answers(name, [LONG])[0]
     # Whatever arrived there is right.
     assert bench.serve(LONG).token_ids == answers(name, [LONG])[0]
-    assert bench.serve(OTHER, 20).token_ids == answers(name, [OTHER], 20)[0]
+    assert bench.serve(OTHER, 9).token_ids == answers(name, [OTHER], 9)[0]
     bench.check()
 
 
@@ -156,7 +156,7 @@ def test_an_end_of_everybody_at_any_point_of_a_store(name: str, point: str, monk
     bench.check()
 
 
-@pytest.mark.parametrize("num_steps", range(1, 14, 2))
+@pytest.mark.parametrize("num_steps", range(1, 14, 4))
 def test_preemptions_for_want_of_pages_while_nothing_ends(name: str, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool too small for both, whose stores hang for some steps: who needs a page waits for it or takes it, and nobody loses a row."""
     bench = Bench(name, monkeypatch, never, options={"num_pages": 24})
