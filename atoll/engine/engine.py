@@ -26,6 +26,7 @@ from atoll.offload.base_worker import Offload, TransferWorker
 
 log = logging.getLogger(__name__)
 
+THREADS_END_S = 2.0  # that a connector's threads have to end, which then have nothing to do any more
 TRANSFER_WAIT_S = 0.001  # at most, in a step that has nothing to compute
 
 
@@ -209,7 +210,7 @@ class Engine:
         self.abort_all()
         if self.offload is not None:
             self._drain(lambda: self.has_pending_transfers, timeout_s)
-            self.offload.worker.close(TRANSFER_WAIT_S)
+            self.offload.worker.close(THREADS_END_S)
 
     def _drain(self, is_pending: Callable[[], bool], timeout_s: float) -> bool:
         end_s = time.monotonic() + timeout_s

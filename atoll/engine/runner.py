@@ -17,7 +17,7 @@ from atoll.kv.images import restore_states, save_states
 from atoll.kv.pool import PagePool
 from atoll.kv.slots import SlotPool
 from atoll.models.base import HybridModel, Model
-from atoll.offload.base_worker import TransferWorker, record_fence
+from atoll.offload.base_worker import Fence, TransferWorker, record_fence
 from atoll.ops.attention import DecodePlan, DecodeSpec, load_backend, plan_decode
 
 LogitsOf = Callable[[torch.Tensor], torch.Tensor]  # rows [N] int64 of the batch -> [N, V] fp32
@@ -77,6 +77,7 @@ class Runner:
         self._slots = slots
         self.worker = worker
         self._config = config
+        self._fence: Fence | None = None  # of transfers that are about to be started
         self._layers = [pool.layer_kv(layer) for layer in range(pool.layout.num_layers)]
         self._builder = BatchBuilder(pool.device, spec.page_size, -(-config.max_model_len // spec.page_size))
         self._graphs: dict[int, DecodeGraph] = {}
@@ -109,8 +110,9 @@ class Runner:
         """
         assert self._slots is not None or not (step.restores or step.saves), "a model without states has no images"
         self._pool.clear(step.metadata.clears)
-        if self.worker is not None and step.metadata.moves:
-            self.worker.run(step.metadata, record_fence(step.metadata.fence, self.device))
+        self._fence = record_fence(step.metadata.fence, self.device) if self.worker is not None and step.metadata.moves else None
+        if not step.rows or self.device.type != "cuda":
+            self._start_transfers(step)
         if self._slots is not None:
             # A sequence begins with a state of zeros, whatever its slot was left with.
             self._slots.clear([row.state_slot for row in step.rows if row.start == 0 and row.state_slot is not None])
@@ -122,10 +124,18 @@ class Runner:
 
     def _run_rows(self, step: Step) -> StepResult:
         logits, logits_of = self._run_decodes(step) if not step.prefills else self._run_mixed(step)
+        # A GPU computes while thousands of copies are issued.
+        self._start_transfers(step)
         tasks = {row.request_id: row.sample for row in step.rows if row.sample is not None}
         tokens = dict(zip(tasks, sample(logits, list(tasks.values())), strict=True)) if tasks else {}
         scores = score(step, logits_of, self.device) if any(row.score is not None for row in step.rows) else {}
         return StepResult(tokens, scores)
+
+    def _start_transfers(self, step: Step) -> None:
+        """Have the worker start this step's transfers behind the fence that was recorded for them, if it has not yet."""
+        fence, self._fence = self._fence, None
+        if fence is not None and self.worker is not None:
+            self.worker.run(step.metadata, fence)
 
     def _run_decodes(self, step: Step) -> tuple[torch.Tensor, LogitsOf]:
         """Logits of the rows that sample, and of any others."""

@@ -25,7 +25,7 @@ def make_offload(options: str | OffloadOptions, identity: StoreIdentity, regions
     parsed = parse_offload(options) if isinstance(options, str) else options
     if parsed.lmcache is not None:
         # An extra: what it needs may not be installed, and it says so itself.
-        return importlib.import_module("atoll.offload.lmcache").make_lmcache(parsed.lmcache, identity, regions)
+        return importlib.import_module("atoll.offload.lmcache").make_lmcache(parsed.lmcache, identity.namespace, regions.device)
     assert parsed.host is not None
     opened: list[Slab] = []
     try:

@@ -5,6 +5,7 @@ comes from host slots; blobs that only the disk has are read into host slots fir
 load is handed to the worker in a later step than it was accepted. Whatever is in flight holds a pin on its blobs, so that no slot has two writers.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,7 +13,8 @@ from atoll.offload.base import BlobKind, Completion, ConnectorStats, Found, Meta
 from atoll.offload.lru import Blob, Key, Tier
 from atoll.offload.moves import Move, MoveKind
 
-# Of the host tier's slots, the share that waits to be written to the disk at most: the rest stays free for what is stored next.
+# One in so many of the host tier's slots is held for the disk's writes at most: the rest stays free for what is stored next. What is evicted before its turn
+# is not written.
 _BACKLOG_SHARE = 4
 
 
@@ -53,6 +55,7 @@ class TieredConnector:
         self._queue: list[Move] = []  # for the next metadata, in order
         self._ended: list[Completion] = []  # loads of which nothing was left to load
         self._num_writing = 0  # host slots on their way to the disk
+        self._unsaved: deque[Key] = deque()  # blobs of the host tier that wait for that
         self._next_move = -1
         self._stats = ConnectorStats()
 
@@ -60,8 +63,10 @@ class TieredConnector:
         num_pages = 0
         while first + num_pages < len(digests) and self._finds((BlobKind.KV, digests[first + num_pages])):
             num_pages += 1
-        states = frozenset(i + 1 for i, digest in enumerate(digests) if self._finds((BlobKind.STATE, digest)))
-        self._touch(digests[: max(first + num_pages, max(states, default=0))])
+        # A state behind a page that is missing is of no use: asked for every step while a request waits, this must be short.
+        reached = digests[: first + num_pages]
+        states = frozenset(i + 1 for i, digest in enumerate(reached) if self._finds((BlobKind.STATE, digest)))
+        self._touch(reached)
         return Found(num_pages, states)
 
     def after_allocation(self, load: Transfer) -> bool:
@@ -258,6 +263,7 @@ class TieredConnector:
         if disk is not None:
             self._disk.unpin(disk)
         self.host.unpin(host)
+        self._write_some()
 
     def _wake_loads(self, generation: int, blob: Blob, completion: Completion) -> None:
         for load in [load for load in self._loads.values() if generation in load.waits_for]:
@@ -321,17 +327,29 @@ class TieredConnector:
         self._ended.append(completion)
 
     def _keep(self, blob: Blob) -> None:
-        """Have a blob that has come to the host tier outlive it: its records, its copy on the disk. More than can be written is not."""
+        """Have a blob that has come to the host tier outlive it: its records, its copy on the disk."""
         if self._is_mapped:
             self._recorded.update(blob.slots)
             self._start(MoveKind.RECORD, blob)
-        num_slots = len(blob.slots)
-        if self.disk is None or blob.key in self.disk or (self._num_writing and self._num_writing + num_slots > self.host.num_slots // _BACKLOG_SHARE):
-            return
-        on_disk = self.disk.reserve(blob.key, num_slots)
-        if on_disk is not None:
-            self._num_writing += num_slots
-            self._start(MoveKind.WRITE, blob, on_disk)
+        if self.disk is not None:
+            self._unsaved.append(blob.key)
+            self._write_some()
+
+    def _write_some(self) -> None:
+        """Have blobs written to the disk, those that came first before others, while not too much of the host tier is held by that."""
+        while self._unsaved:
+            blob = self.host.get(self._unsaved[0])
+            num_slots = len(blob.slots) if blob is not None else 0
+            if self._num_writing and self._num_writing + num_slots > self.host.num_slots // _BACKLOG_SHARE:
+                return
+            self._unsaved.popleft()
+            # Evicted meanwhile, or another load or store has the place: then it is not written.
+            if blob is None or not blob.is_whole or blob.key in self._disk:
+                continue
+            on_disk = self._disk.reserve(blob.key, num_slots)
+            if on_disk is not None:
+                self._num_writing += num_slots
+                self._start(MoveKind.WRITE, blob, on_disk)
 
     def _forget(self, key: Key) -> None:
         for tier in self._tiers:

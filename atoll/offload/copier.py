@@ -99,7 +99,8 @@ class ThreadCopier:
     def close(self, timeout_s: float) -> bool:
         self._is_closing = True
         self._queue.put(None)
-        self._thread.join(timeout_s)
+        # A thread that has nothing to do ends at once, but not in no time.
+        self._thread.join(max(1.0, timeout_s))
         return not self._thread.is_alive()
 
     def _run(self) -> None:

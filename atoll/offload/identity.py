@@ -32,6 +32,11 @@ class StoreIdentity:
     slot_bytes: int  # of a state; 0: the model keeps none
     image_pages: int  # of a state's image; 0: none is kept
 
+    @property
+    def namespace(self) -> str:
+        """All of it in one short word, for stores that keep many models' pages under names."""
+        return xxh3_128_hexdigest(repr(self).encode())
+
     def as_dict(self) -> dict[str, str | int]:
         return asdict(self)
 

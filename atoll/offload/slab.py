@@ -82,9 +82,13 @@ class Slab:
         self.page_bytes = page_bytes
         self._data_offset = data_offset(num_slots)
         self._file = self._open()
+        is_new = os.fstat(self._file).st_size == 0
         try:
             self._prepare(dict(identity), is_mapped)
         except BaseException:
+            if is_new:
+                # Nothing of a store that could not be made stays behind.
+                self.path.unlink(missing_ok=True)
             self.close()
             raise
 

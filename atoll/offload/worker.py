@@ -86,17 +86,17 @@ class TierWorker:
     def close(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         has_ended = self._copier is None or self._copier.close(timeout_s)
-        if self._files is not None:
-            self._files.close(max(0.0, deadline - time.monotonic()))
         if has_ended:
+            if self._files is not None:
+                self._files.close(max(0.0, deadline - time.monotonic()))
             # Whoever holds a view of the memory keeps it.
             self._copier = None
             for flights in self._in_flight.values():
                 flights.clear()
             self._host_pages.close()
         else:
-            # Memory that a copy still reads or writes must stay; it goes with the process.
-            log.warning("copies of pages have not ended within %.1f s; the host tier's memory stays until the process ends", timeout_s)
+            # Memory that a copy still reads or writes must stay, and a mapped file locked, so that no other engine has it; they go with the process.
+            log.warning("copies of pages have not ended within %.1f s; the host tier's memory and files stay until the process ends", timeout_s)
 
     @property
     def _ready_copier(self) -> Copier:

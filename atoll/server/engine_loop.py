@@ -33,6 +33,7 @@ class EngineLoop:
         self.max_open = link.facts.max_num_seqs + max_queued  # sequences
         self._link = link
         self._metrics = metrics
+        metrics.engine = link.facts.stats
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fault: str | None = None  # why nothing is taken any more
         self._dead = False

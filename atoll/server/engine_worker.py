@@ -58,7 +58,7 @@ class EngineWorker:
     @property
     def facts(self) -> EngineFacts:
         config = self._engine.scheduler.config
-        return EngineFacts(config.max_model_len, config.max_num_seqs, self._engine.vocab_size)
+        return EngineFacts(config.max_model_len, config.max_num_seqs, self._engine.vocab_size, self._stats())
 
     def put(self, command: Command) -> None:
         """Queue a command. A packed constraint is unpacked here, on the caller's thread, which for a large vocabulary takes longer than a step."""

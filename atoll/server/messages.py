@@ -90,11 +90,12 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What never changes while the engine runs."""
+    """What a server must know before the first report."""
 
     max_model_len: int  # tokens
     max_num_seqs: int
     vocab_size: int
+    stats: EngineStats = EngineStats()  # as it began
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from atoll.offload.options import DEFAULT_HOST_BYTES, DiskOptions, HostOptions, 
         ("disk:/a:2TiB", OffloadOptions(HostOptions(DEFAULT_HOST_BYTES), DiskOptions("/a", 2 * 2**40))),
         (" host:100kb , disk:/odd:name:7MiB", OffloadOptions(HostOptions(100_000), DiskOptions("/odd:name", 7 * 2**20))),
         ("lmcache:/a.yaml", OffloadOptions(lmcache="/a.yaml")),
+        ("lmcache", OffloadOptions(lmcache="")),
     ],
 )
 def test_options_are_read(text: str, options: OffloadOptions) -> None:

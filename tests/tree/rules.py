@@ -51,6 +51,7 @@ NO_TORCH = (
     "atoll.engine.request",
     "atoll.engine.step",
     "atoll.engine.placement",
+    "atoll.engine.offloader",
     "atoll.engine.reuse",
     "atoll.engine.scheduler",
 )
