@@ -168,6 +168,26 @@ def test_preemptions_for_want_of_pages_while_nothing_ends(name: str, num_steps: 
     bench.check()
 
 
+@pytest.mark.parametrize("num_pages", [18, 21, 24])
+def test_who_needs_the_pages_of_a_load_that_hangs(name: str, num_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for them, first as long as anybody waits for a load, and then as long as it may still write."""
+    bench = Bench(name, monkeypatch, never, options={"num_pages": num_pages, "max_model_len": 180})
+    bench.store(LONG)
+    now = [0.0]
+    assert bench.engine.scheduler.offloader is not None
+    monkeypatch.setattr(bench.engine.scheduler.offloader, "_clock", lambda: now[0])
+    ids = [bench.add(LONG), bench.add(OTHER, max_tokens=35)]
+    bench.step(12)
+    assert bench.worker.loads
+    now[0] = 31.0
+    bench.step(12)
+    assert bench.engine.has_work
+    bench.worker.release()
+    bench.run()
+    assert [bench.outputs[one].token_ids for one in ids] == [*answers(name, [LONG]), *answers(name, [OTHER], 35)]
+    bench.check()
+
+
 # Negative control
 
 
