@@ -237,7 +237,7 @@ def _make_manager(config: Any, namespace: str, device: torch.device | None) -> A
 
     def make() -> None:
         try:
-            if device is not None and device.type == "cuda":
+            if device is not None and device.type == "cuda" and device.index is not None:
                 torch.cuda.set_device(device)
             PinMonitor.GetOrCreate(config)
             made.append(StorageManager(config, metadata, EventManager()))
