@@ -81,10 +81,21 @@ def finish(bench: Bench) -> None:
     bench.check()
 
 
-OUTCOMES: list[Outcome] = [all_arrives, loads_fail, half_of_each_load, states_fail]
+LOADS: list[tuple[str, Outcome]] = [
+    ("llama", all_arrives),
+    ("llama", loads_fail),
+    ("qwen3_5", all_arrives),
+    ("qwen3_5", half_of_each_load),
+    ("qwen3_5", states_fail),
+]
+STORES: list[tuple[str, Outcome]] = [("llama", all_arrives), ("llama", stores_fail), ("qwen3_5", all_arrives)]
 
 
-@pytest.mark.parametrize("outcome", OUTCOMES, ids=lambda outcome: outcome.__name__)
+def label(value: object) -> str:
+    return getattr(value, "__name__", str(value))
+
+
+@pytest.mark.parametrize(("name", "outcome"), LOADS, ids=label)
 @pytest.mark.parametrize("point", LOAD_POINTS)
 def test_an_abort_at_any_point_of_a_load(name: str, point: str, outcome: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(name, monkeypatch, never)
@@ -121,7 +132,7 @@ def test_a_preemption_of_another_at_any_point_of_a_load(name: str, point: str, m
     assert bench.outputs[other].num_preemptions + bench.outputs[fetched].num_preemptions == 1
 
 
-@pytest.mark.parametrize("outcome", [all_arrives, stores_fail], ids=lambda outcome: outcome.__name__)
+@pytest.mark.parametrize(("name", "outcome"), STORES, ids=label)
 @pytest.mark.parametrize("deed", ["abort", "preempt"])
 @pytest.mark.parametrize("point", STORE_POINTS)
 def test_an_end_at_any_point_of_a_store(name: str, point: str, deed: str, outcome: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
