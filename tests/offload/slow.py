@@ -342,7 +342,8 @@ class Slow:
         run_rows = llm.engine.runner._run_rows
 
         def remembering(step: Step) -> Any:
-            self.worker.remember(llm.engine.pool.num_pages)
+            if self.worker.reads_stale:
+                self.worker.remember(llm.engine.pool.num_pages)
             return run_rows(step)
 
         monkeypatch.setattr(llm.engine.runner, "_run_rows", remembering)

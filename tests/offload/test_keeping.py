@@ -9,7 +9,7 @@ import torch
 from atoll.engine.step import Step
 from atoll.errors import ConfigError, RequestError
 from atoll.offload.base import BlobKind
-from tests.offload.cases import GRID, Bench, answers, evict_all, prompt
+from tests.offload.cases import GRID, Bench, answers, evict_all, greedy, prompt
 from tests.offload.paces import a_copy_a_poll, after_polls, never
 
 LONG = prompt(150)
@@ -53,6 +53,21 @@ def test_the_pages_of_a_request_with_nan_are_forgotten(name: str, pace: Callable
     output = bench.serve(LONG)
     assert output.token_ids == answers(name, [LONG])[0]
     assert output.num_fetched_tokens >= 2 * GRID or pace is never
+    bench.check()
+
+
+def test_a_blob_of_nan_costs_those_who_fetch_it_and_nobody_after_them(bench: Bench) -> None:
+    bench.store(LONG)
+    bench.worker.release()
+    for key, blob in bench.worker.blobs.items():
+        bench.worker.blobs[key] = tuple(torch.full_like(page, 0xFF) for page in blob)
+    outputs = bench.llm.generate([LONG, LONG], greedy())
+    assert [output.finish_reason for output in outputs] == ["error"] * 2
+    bench.engine.check()
+    for _ in range(2):
+        output = bench.serve(LONG)
+        assert output.token_ids == answers(bench.name, [LONG])[0]
+    assert output.num_cached_tokens >= 2 * GRID
     bench.check()
 
 

@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 
 from atoll.config import CHECKPOINT_POLICIES
+from atoll.engine import scheduler
 from atoll.engine.offloader import Offloader
 from atoll.errors import PoolError
 from atoll.kv.guard import ReleaseGuard
+from atoll.kv.prefix import PrefixCache
 from tests.engine.shadow import tokens_of
 from tests.offload.paces import at_random, never
 from tests.offload.shadow_engine import OffloadShadowEngine
 from tests.offload.slow import SlowConnector, SlowWorker
 
-WALKS = 32
+WALKS = 25
 DEEDS = 200  # of a walk
 
 KINDS: list[dict[str, Any]] = [
@@ -223,6 +225,28 @@ def state_kept_without_its_pages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Offloader, "_adopt", kept)
 
 
+def leases_that_nobody_keeps(patch: pytest.MonkeyPatch) -> None:
+    keep = Offloader.keep
+
+    def unkept(self: Offloader, request: Any, *, discard: bool) -> bool:
+        if keep(self, request, discard=discard):
+            for generation in [*self._leases.pop().generations]:
+                self._stores[generation].lease = None
+                self._end_store(generation)
+        return False
+
+    patch.setattr(Offloader, "keep", unkept)
+
+
+def bad_pages_that_a_lease_keeps_known(patch: pytest.MonkeyPatch) -> None:
+    discard = PrefixCache.discard
+    patch.setattr(PrefixCache, "discard", lambda self, pages, leases: discard(self, pages, {}))
+
+
+def in_the_order_in_which_loads_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(scheduler, "_enqueue", lambda queue, request: queue.append(request))
+
+
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     loads_ahead_of_the_fence: "is copied ahead of the fence",
     told_before_the_copies: "is told before its copies",
@@ -230,6 +254,9 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     loads_that_an_abort_frees: "while it is loaded|while it is stored|which has ended|while another transfer uses it",
     stores_without_a_lease: "while it is stored|is the target of a load while another transfer uses it",
     clears_a_step_late: "while it is loaded|while it is stored|is not of its tokens",
+    leases_that_nobody_keeps: "while it is stored|is the target of a load while another transfer uses it",
+    bad_pages_that_a_lease_keeps_known: "is bad, and still found by its name",
+    in_the_order_in_which_loads_end: "not in order of arrival",
     state_kept_without_its_pages: "is not of its tokens|from a state that is not its own",
 }
 

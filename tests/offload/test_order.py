@@ -140,7 +140,7 @@ def abort_a_load_under_another(bench: Bench) -> list[int]:
     bench.worker.advance(flight, 1)
     bench.engine.abort(aborted)
     bench.engine.check()
-    kept = bench.add(OTHER)
+    kept = bench.add(OTHER, 12)
     bench.step(3)
     bench.worker.advance(flight)
     bench.worker.release()
@@ -150,14 +150,14 @@ def abort_a_load_under_another(bench: Bench) -> list[int]:
 
 def test_the_target_of_an_aborted_load_stays_leased(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(name, monkeypatch)
-    assert abort_a_load_under_another(bench) == answers(name, [OTHER])[0]
+    assert abort_a_load_under_another(bench) == answers(name, [OTHER], 12)[0]
     bench.check()
 
 
 def test_control_a_target_that_an_abort_frees_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(name, monkeypatch)
     bench.connector.cancels_in_flight = True
-    assert abort_a_load_under_another(bench) != answers(name, [OTHER])[0]
+    assert abort_a_load_under_another(bench) != answers(name, [OTHER], 12)[0]
     assert any("while it is loaded" in fault for fault in bench.recorder.faults)
 
 

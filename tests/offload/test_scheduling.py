@@ -278,4 +278,4 @@ def test_control_a_generation_that_is_used_again_shows(bench: Bench) -> None:
     assert bench.engine.scheduler.offloader is not None
     bench.monkeypatch.setattr(bench.engine.scheduler.offloader, "_generations", iter([1] * 1000))
     with pytest.raises(AssertionError, match="generation 1 is used again"):
-        bench.serve(LONG)
+        bench.serve(LONG, 12)
