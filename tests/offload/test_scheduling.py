@@ -205,6 +205,11 @@ def test_a_load_that_hangs_is_not_waited_for_longer_than_allowed(bench: Bench) -
     bench.check()
 
 
+def test_the_time_allowed_is_the_option_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    offloader = Bench("llama", monkeypatch, options={"offload_timeout_s": 2.5}).engine.scheduler.offloader
+    assert offloader is not None and offloader.timeout_s == 2.5
+
+
 def test_blobs_that_went_since_the_lookup_are_computed(bench: Bench) -> None:
     bench.store(LONG)
     bench.worker.release()
