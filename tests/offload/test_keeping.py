@@ -9,6 +9,7 @@ import torch
 from atoll.engine.step import Step
 from atoll.errors import ConfigError, RequestError
 from atoll.offload.base import BlobKind
+from atoll.offload.base_worker import Fence
 from tests.offload.cases import GRID, Bench, answers, evict_all, greedy, prompt
 from tests.offload.paces import a_copy_a_poll, after_polls, never
 
@@ -194,6 +195,29 @@ def test_an_exception_in_the_forward_pass_loses_no_page(bench: Bench) -> None:
     assert not bench.outputs and ids
     bench.check()
     assert bench.serve(LONG).token_ids == answers(bench.name, [LONG])[0]
+    bench.check()
+
+
+def test_transfers_that_were_to_start_behind_the_forward_pass_start_though_it_fails(bench: Bench) -> None:
+    """As on a GPU, where it has been issued before them."""
+    bench.worker.pace = a_copy_a_poll
+    bench.add(LONG)
+    bench.step()
+    assert bench.connector.pending and not bench.worker.flights
+    runner = bench.engine.runner
+
+    def fails(step: Step) -> Any:
+        assert not bench.worker.flights
+        raise KeyboardInterrupt
+
+    with bench.monkeypatch.context() as patch:
+        patch.setattr(type(runner), "device", property(lambda self: torch.device("cuda")))
+        patch.setattr("atoll.engine.runner.record_fence", lambda number, device: Fence(number))
+        patch.setattr(runner, "_run_rows", fails)
+        with pytest.raises(KeyboardInterrupt):
+            bench.engine.step()
+    bench.engine.abort_all()
+    assert bench.engine.drain_transfers(timeout_s=1.0)
     bench.check()
 
 
