@@ -137,6 +137,16 @@ def test_closing_ends_requests_and_the_worker(bench: Bench) -> None:
     assert bench.worker.is_closed and not bench.engine.has_work and not bench.connector.known
 
 
+def test_closing_again_does_not_wait_for_what_was_given_up(bench: Bench) -> None:
+    with bench.llm:
+        bench.add(LONG)
+        bench.step(3)
+        bench.llm.close(timeout_s=0.0)
+        assert bench.engine.has_pending_transfers
+        num_steps = len(bench.connector.metadata)
+    assert len(bench.connector.metadata) == num_steps
+
+
 def test_a_reset_forgets_the_blobs_too(bench: Bench) -> None:
     bench.store(LONG)
     bench.worker.release()
