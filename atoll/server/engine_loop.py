@@ -179,7 +179,7 @@ class EngineLoop:
         log.error("%s", fault)
         self._fault = fault
         self._dead = True
-        self._metrics.engine = replace(self._metrics.engine, num_running=0, num_waiting=0, kv_cache_usage=0.0)
+        self._metrics.engine = replace(self._metrics.engine, num_running=0, num_waiting=0, num_parked=0, kv_cache_usage=0.0)
         now_s = time.monotonic()
         for ticket in self._tickets.values():
             for timing in ticket.timings:

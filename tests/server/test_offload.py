@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from atoll.errors import ConfigError
 from atoll.offload.base import Completion
 from atoll.offload.base_worker import TransferWorker
 from atoll.server.engine_loop import EngineLoop
-from atoll.server.messages import Command, EngineFacts, Report, Stop
+from atoll.server.messages import Command, Died, EngineFacts, Report, Stop
 from atoll.server.metrics import ServerMetrics
 from atoll.server.serve import make_server
 from tests.docs.blocks import ROOT
@@ -210,6 +211,14 @@ def test_a_second_ctrl_c_ends_an_engine_that_is_still_writing() -> None:
         await ends
 
     asyncio.run(run())
+
+
+def test_nobody_is_parked_in_a_dead_engine() -> None:
+    figures = ServerMetrics("demo")
+    loop = EngineLoop(Link(), max_queued=1, metrics=figures)
+    figures.engine = replace(figures.engine, num_parked=3)
+    loop._take(Died("it is gone"))
+    assert figures.engine.num_parked == 0
 
 
 def test_what_is_on_disk_outlives_the_server(tmp_path: Path) -> None:
