@@ -119,13 +119,7 @@ class LMCacheConnector:
             if not arrived:
                 # Gone, or not what was put: either way nobody shall be promised it again, and what is computed instead is stored anew.
                 self._drop(_blob(span), name)
-        stats = self._stats
-        self._stats = replace(
-            stats,
-            loaded_bytes=stats.loaded_bytes + completion.num_bytes,
-            loaded_seconds=stats.loaded_seconds + completion.seconds,
-            num_load_failures=stats.num_load_failures + (not completion.ok),
-        )
+        self._stats = self._stats.with_load(completion)
 
     def _end_store(self, store: _Store, completion: Completion) -> None:
         for span, name, arrived in zip(store.transfer.spans, names_of(store.transfer), completion.arrived, strict=True):
@@ -137,13 +131,7 @@ class LMCacheConnector:
                 if arrived:
                     self._known[blob] = name
                     self._sweep()
-        stats = self._stats
-        self._stats = replace(
-            stats,
-            stored_bytes=stats.stored_bytes + completion.num_bytes,
-            stored_seconds=stats.stored_seconds + completion.seconds,
-            num_store_failures=stats.num_store_failures + (not completion.ok),
-        )
+        self._stats = self._stats.with_store(completion)
 
     def request_finished(self, digests: Sequence[bytes], generations: Sequence[int]) -> bool:
         blobs = ((kind, digest) for digest in digests for kind in BlobKind)

@@ -69,7 +69,7 @@ def parse_offload(text: str) -> OffloadOptions:
 
 def parse_bytes(size: str, part: str) -> int:
     """`8GiB`, `1.5TB`, `4096B`: bytes. `part` is for the message."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", size.strip())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]+)", size.strip())
     unit = _UNITS.get(match.group(2).upper()) if match else None
     if match is None or unit is None:
         raise ConfigError(f"offload part {part!r} ends in {size!r}, which is no size; give a number with B, KB, KiB, MB, MiB, GB, GiB, TB or TiB, such as 8GiB")

@@ -9,6 +9,7 @@ import torch
 from atoll.engine.step import Step
 from atoll.errors import ConfigError, RequestError
 from atoll.offload.base import BlobKind
+from atoll.offload.base_worker import Fence
 from tests.offload.cases import GRID, Bench, answers, evict_all, greedy, prompt
 from tests.offload.paces import a_copy_a_poll, after_polls, never
 
@@ -136,6 +137,16 @@ def test_closing_ends_requests_and_the_worker(bench: Bench) -> None:
     assert bench.worker.is_closed and not bench.engine.has_work and not bench.connector.known
 
 
+def test_closing_again_does_not_wait_for_what_was_given_up(bench: Bench) -> None:
+    with bench.llm:
+        bench.add(LONG)
+        bench.step(3)
+        bench.llm.close(timeout_s=0.0)
+        assert bench.engine.has_pending_transfers
+        num_steps = len(bench.connector.metadata)
+    assert len(bench.connector.metadata) == num_steps
+
+
 def test_a_reset_forgets_the_blobs_too(bench: Bench) -> None:
     bench.store(LONG)
     bench.worker.release()
@@ -194,6 +205,29 @@ def test_an_exception_in_the_forward_pass_loses_no_page(bench: Bench) -> None:
     assert not bench.outputs and ids
     bench.check()
     assert bench.serve(LONG).token_ids == answers(bench.name, [LONG])[0]
+    bench.check()
+
+
+def test_transfers_that_were_to_start_behind_the_forward_pass_start_though_it_fails(bench: Bench) -> None:
+    """As on a GPU, where it has been issued before them."""
+    bench.worker.pace = a_copy_a_poll
+    bench.add(LONG)
+    bench.step()
+    assert bench.connector.pending and not bench.worker.flights
+    runner = bench.engine.runner
+
+    def fails(step: Step) -> Any:
+        assert not bench.worker.flights
+        raise KeyboardInterrupt
+
+    with bench.monkeypatch.context() as patch:
+        patch.setattr(type(runner), "device", property(lambda self: torch.device("cuda")))
+        patch.setattr("atoll.engine.runner.record_fence", lambda number, device: Fence(number))
+        patch.setattr(runner, "_run_rows", fails)
+        with pytest.raises(KeyboardInterrupt):
+            bench.engine.step()
+    bench.engine.abort_all()
+    assert bench.engine.drain_transfers(timeout_s=1.0)
     bench.check()
 
 

@@ -172,7 +172,7 @@ def test_ten_thousand_random_steps() -> None:
         "steps": 10_000,
         "bare_steps": 500,
         "hits": 5_000,
-        "fetched": 2_500,
+        "fetched": 2_000,
         "preempted": 150,
         "lost_loads": 50,
         "lost_stores": 100,
