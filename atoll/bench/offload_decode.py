@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 Beside = Literal["none", "load", "store", "both"]
 WAYS: dict[Beside, Sequence[Way]] = {"none": (), "load": (Way.LOAD,), "store": (Way.STORE,), "both": tuple(Way)}
 
-MAX_PACE = 256  # transfers that a step may start
-AHEAD = 4  # transfers in flight, in steps' worth: they must outlast the step that begins, which is longer beside them
+AHEAD = 2  # steps' worth of transfers in flight at most
 CLOSE_S = 60.0
 
 
@@ -192,7 +191,7 @@ class _Bench:
             result = self._runner.execute(self._step)
             assert all(token.token_id is not None for token in result.tokens.values()), "random rows gave logits that are not finite"
         alone_us = statistics.median(sample.step_us for sample in self._sample(()))
-        # What moves while a step runs; one starts at most twice that, as the stores of one step are one copy and end together.
+        # What a way can move while a step runs: each step starts that many.
         self._paces = {way: max(1, round(alone_us / self._transfer_us(way))) for way in Way}
         samples: dict[Beside, list[_Sample]] = {beside: [] for beside in WAYS}
         turns = list(WAYS)
@@ -214,10 +213,7 @@ class _Bench:
             ended.append(self._poll())
             under_way = list(self._in_flight.values())
             covers.append(all(way in under_way for way in ways))
-            if len(times) > 1:
-                # Steps are longer beside transfers, and a clock is not a promise.
-                self._paces |= {way: min(2 * self._paces[way], MAX_PACE) for way in ways if way not in under_way}
-            counts = {way: min(2 * self._paces[way], AHEAD * self._paces[way] - under_way.count(way)) for way in ways}
+            counts = {way: min(self._paces[way], AHEAD * self._paces[way] - under_way.count(way)) for way in ways}
             step = replace(self._step, metadata=self._metadata(counts))
             self._runner.execute(step)
             times.append(((time.perf_counter() - begin) * 1e6, (self._worker.run_s - run_s) * 1e6))

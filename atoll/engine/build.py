@@ -183,6 +183,7 @@ def choose_sizes(config: EngineConfig, max_position: int, num_pages: int, image_
         image_pages=image_pages,
         checkpoint_interval=choose_checkpoint_interval(config, image_pages),
         checkpoint_policies=checkpoint_policies(config.checkpoint_policy),
+        offload_timeout_s=config.offload_timeout_s,
     )
 
 

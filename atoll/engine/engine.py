@@ -76,6 +76,7 @@ class Engine:
         self.num_preemptions = 0
         self._seed = seed
         self._next_id = 0
+        self._is_closed = False
         self._generations: dict[int, _Generation] = {}
 
     @property
@@ -206,9 +207,14 @@ class Engine:
         return offloader is None or self._drain(lambda: offloader.in_flight, timeout_s)
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """End every request, let a connector finish what it has begun as far as the time allows, and give its memory back. The engine is not used again."""
+        """End every request, let a connector finish what it has begun as far as the time allows, and give its memory back. The engine is not used again.
+
+        May be called twice.
+        """
         self.abort_all()
-        if self.offload is not None:
+        if self.offload is not None and not self._is_closed:
+            # What the time did not allow now is not waited for again.
+            self._is_closed = True
             self._drain(lambda: self.has_pending_transfers, timeout_s)
             self.offload.worker.close(THREADS_END_S)
 

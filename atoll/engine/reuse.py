@@ -78,7 +78,6 @@ class PrefixReuse:
         """Note that a request which has begun runs from this step on: its restore is due before its first row."""
         use, stats = request.prefix, self.cache.stats
         num_fetched = max(0, min(use.match.num_tokens, use.fetched_to) - use.fetch_base) if use.fetch_base is not None else 0
-        stats.num_fetched += num_fetched
         use.has_fetched, use.fetch_base, use.fetched_to = False, None, 0
         if use.num_cached_tokens is not None:
             stats.num_resumed += use.match.num_tokens
@@ -86,6 +85,7 @@ class PrefixReuse:
             use.num_cached_tokens, use.misses, use.num_fetched_tokens = use.match.num_tokens, use.match.misses, num_fetched
             stats.num_queries += request.num_tokens
             stats.num_hits += use.match.num_tokens
+            stats.num_fetched += num_fetched
             stats.misses += use.misses
         if use.restore is not None:
             assert request.state_slot is not None

@@ -113,13 +113,17 @@ class Runner:
         self._fence = record_fence(step.metadata.fence, self.device) if self.worker is not None and step.metadata.moves else None
         if not step.rows or self.device.type != "cuda":
             self._start_transfers(step)
-        if self._slots is not None:
-            # A sequence begins with a state of zeros, whatever its slot was left with.
-            self._slots.clear([row.state_slot for row in step.rows if row.start == 0 and row.state_slot is not None])
-            restore_states(self._slots, self._pool, step.restores)
-        result = self._run_rows(step) if step.rows else StepResult()
-        if self._slots is not None:
-            save_states(self._slots, self._pool, step.saves)
+        try:
+            if self._slots is not None:
+                # A sequence begins with a state of zeros, whatever its slot was left with.
+                self._slots.clear([row.state_slot for row in step.rows if row.start == 0 and row.state_slot is not None])
+                restore_states(self._slots, self._pool, step.restores)
+            result = self._run_rows(step) if step.rows else StepResult()
+            if self._slots is not None:
+                save_states(self._slots, self._pool, step.saves)
+        finally:
+            # Whatever became of the rows: one that is never started never ends, and its pages would stay leased.
+            self._start_transfers(step)
         return result
 
     def _run_rows(self, step: Step) -> StepResult:

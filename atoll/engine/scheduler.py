@@ -148,7 +148,7 @@ class Scheduler:
         return victim
 
     def reset_prefix_cache(self) -> None:
-        """Forget every prefix, the connector's too. Raises PoolError while a request runs, or a page is leased."""
+        """Forget every prefix, the connector's too; no load may be in flight. Raises PoolError while a request, or a lease for its stores, holds pages."""
         self.cache.reset()
         if self.offloader is not None:
             self.offloader.connector.reset()

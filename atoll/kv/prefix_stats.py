@@ -24,7 +24,7 @@ class PrefixStats:
 
     num_queries: int = 0  # prompt tokens looked up
     num_hits: int = 0  # prompt tokens reused; num_queries = num_hits + the sum of misses
-    num_fetched: int = 0  # tokens reused, by resumed requests too, that a connector brought back
+    num_fetched: int = 0  # of num_hits, those that a connector brought back
     misses: Counter[MissReason] = field(default_factory=Counter)  # prompt tokens by reason
     num_resumed: int = 0  # tokens that preempted requests did not compute again
     num_saved_checkpoints: int = 0

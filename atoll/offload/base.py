@@ -24,7 +24,7 @@ that returned True.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -124,12 +124,33 @@ class ConnectorStats:
     num_store_failures: int = 0
     tiers: tuple[TierStats, ...] = ()
 
+    def with_load(self, ended: Completion) -> "ConnectorStats":
+        """One load more."""
+        return replace(
+            self,
+            loaded_bytes=self.loaded_bytes + ended.num_bytes,
+            loaded_seconds=self.loaded_seconds + ended.seconds,
+            num_load_failures=self.num_load_failures + (not ended.ok),
+        )
+
+    def with_store(self, ended: Completion) -> "ConnectorStats":
+        """One store more."""
+        return replace(
+            self,
+            stored_bytes=self.stored_bytes + ended.num_bytes,
+            stored_seconds=self.stored_seconds + ended.seconds,
+            num_store_failures=self.num_store_failures + (not ended.ok),
+        )
+
 
 class Connector(Protocol):
     """The scheduler side. Called by one thread, between steps; nothing here waits for a device or a disk."""
 
     def lookup(self, digests: Sequence[bytes], first: int) -> Found:
-        """What is there of the pages that `digests` name, from number `first` on, and of all states at their ends. Changes nothing but what was used last."""
+        """What is there of the pages that `digests` name, from number `first` on, and the states at the ends of all pages as far as these reach, or further.
+
+        Changes nothing but what was used last.
+        """
         ...
 
     def after_allocation(self, load: Transfer) -> bool:
@@ -169,7 +190,7 @@ class Connector(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget every blob that is not in flight."""
+        """Forget every blob but those of the engine's transfers that have not ended."""
         ...
 
     @property

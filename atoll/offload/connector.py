@@ -151,12 +151,12 @@ class TieredConnector:
         return bool(self._loads or self._stores or self._moves or self._queue or self._ended)
 
     def reset(self) -> None:
-        for tier in self._tiers:
-            for key in tier.keys:
-                blob = tier.get(key)
-                if blob is not None and blob.num_pins == 0:
-                    self._void(tier, blob)
-                    tier.drop(blob)
+        # Moves between the tiers do not count: what they are about is dropped when they end.
+        transfers = [load.transfer for load in self._loads.values()] + [store.transfer for store in self._stores.values()]
+        in_flight = {_key(span) for transfer in transfers for span in transfer.spans}
+        for key in dict.fromkeys(key for tier in self._tiers for key in tier.keys):
+            if key not in in_flight:
+                self._forget(key)
 
     @property
     def stats(self) -> ConnectorStats:
@@ -298,13 +298,7 @@ class TieredConnector:
         self._count_load(replace(completion, arrived=tuple(arrived), error=error))
 
     def _count_load(self, completion: Completion) -> None:
-        stats = self._stats
-        self._stats = replace(
-            stats,
-            loaded_bytes=stats.loaded_bytes + completion.num_bytes,
-            loaded_seconds=stats.loaded_seconds + completion.seconds,
-            num_load_failures=stats.num_load_failures + (not completion.ok),
-        )
+        self._stats = self._stats.with_load(completion)
         self._ended.append(completion)
 
     def _end_store(self, store: _Store, completion: Completion) -> None:
@@ -317,13 +311,7 @@ class TieredConnector:
                 blob.is_whole = True
                 self._keep(blob)
         self._unpin(store.blobs)
-        stats = self._stats
-        self._stats = replace(
-            stats,
-            stored_bytes=stats.stored_bytes + completion.num_bytes,
-            stored_seconds=stats.stored_seconds + completion.seconds,
-            num_store_failures=stats.num_store_failures + (not completion.ok),
-        )
+        self._stats = self._stats.with_store(completion)
         self._ended.append(completion)
 
     def _keep(self, blob: Blob) -> None:

@@ -78,11 +78,6 @@ class FileThreads:
             self.done.clear()
         return ended
 
-    def wait(self, timeout_s: float) -> None:
-        """Return when `poll` would tell something, when nothing is in flight, or after the time."""
-        if self.num_in_flight and self.alive:
-            self.done.wait(timeout_s)
-
     def close(self, timeout_s: float) -> None:
         """End the threads and close the files; what has not begun after the time is dropped. May be called twice."""
         if self._is_closed:

@@ -20,6 +20,7 @@ import mmap
 
 import torch
 
+from atoll.errors import ConfigError
 from atoll.offload.driver import Driver, load_driver
 
 log = logging.getLogger(__name__)
@@ -35,8 +36,13 @@ class HostPages:
 
     @classmethod
     def anonymous(cls, num_pages: int, page_bytes: int) -> "HostPages":
-        """Memory of this process, zero, not touched yet."""
-        return cls(mmap.mmap(-1, num_pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0, num_pages, page_bytes)
+        """Memory of this process, zero, not touched yet. Raises ConfigError where the system has not got so much."""
+        num_bytes = num_pages * page_bytes
+        try:
+            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"the host tier of {num_bytes} bytes is more memory than this machine gives ({error}); give a smaller size") from error
+        return cls(memory, 0, num_pages, page_bytes)
 
     @property
     def num_pages(self) -> int:

@@ -10,7 +10,7 @@ be writing it to disk.
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atoll.offload.base import BlobKind, Completion, ConnectorStats, Found, Metadata, Span, Transfer
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from atoll.offload.base_worker import Offload
-    from atoll.offload.lmcache_store import LMCacheStore
+    from atoll.offload.lmcache_store import Held, Key, LMCacheStore
 
 Blob = tuple[BlobKind, bytes]
 
@@ -26,7 +26,7 @@ Blob = tuple[BlobKind, bytes]
 @dataclass(slots=True)
 class _Load:
     transfer: Transfer
-    held: list[Any]
+    held: "list[Held]"
 
 
 @dataclass(slots=True)
@@ -35,27 +35,27 @@ class _Store:
     wanted: set[Blob]  # less those that were forgotten meanwhile
 
 
-def make_lmcache(config_path: str | None, namespace: str, device: "torch.device | None" = None) -> "Offload":
+def make_lmcache(config_path: str | None, namespace: str, device: "torch.device") -> "Offload":
     """Both sides around one LMCache.
 
-    `config_path`: its YAML file; None: its defaults. `namespace`: whose blobs they are, such as a fingerprint of model and layout. `device`: of the pool.
-    Raises ConfigError without LMCache, and for a configuration that it, or this connector, cannot use.
+    `config_path`: its YAML file; none: its defaults. `namespace`: one for all who may read each other's blobs, in letters that LMCache may make a file's name
+    of. `device`: of the pool. Raises ConfigError without LMCache, and for a configuration that it, or this connector, cannot use.
     """
     from atoll.offload.base_worker import Offload
     from atoll.offload.lmcache_store import LMCacheStore
     from atoll.offload.lmcache_worker import LMCacheWorker
 
-    store = LMCacheStore(config_path, namespace, device)
+    store = LMCacheStore(config_path or None, namespace, device)
     return Offload(LMCacheConnector(store), LMCacheWorker(store))
 
 
 class LMCacheConnector:
-    """`Transfer.note` is the epoch of each span, which the worker makes LMCache's name of."""
+    """`Transfer.note` is LMCache's name of each span."""
 
     def __init__(self, store: "LMCacheStore") -> None:
         self._store = store
         self._epoch = 0
-        self._known: OrderedDict[Blob, int] = OrderedDict()  # what LMCache was given, and in which epoch
+        self._known: OrderedDict[Blob, Key] = OrderedDict()  # what LMCache was given, and under which name
         self._loads: dict[int, _Load] = {}  # by generation, until they have ended
         self._stores: dict[int, _Store] = {}
         self._storing: set[Blob] = set()
@@ -74,11 +74,11 @@ class LMCacheConnector:
         return Found(num_pages, states)
 
     def after_allocation(self, load: Transfer) -> bool:
-        epochs = tuple(self._known.get(_blob(span), self._epoch) for span in load.spans)
-        held = self._store.hold(self._store.key(span.kind, span.digest, epoch) for span, epoch in zip(load.spans, epochs, strict=True))
+        names = tuple(self._known.get(_blob(span)) or self._name(span) for span in load.spans)
+        held = self._store.hold(names)
         if not held:
             return False
-        load = replace(load, note=epochs)
+        load = replace(load, note=names)
         self._loads[load.generation] = _Load(load, held)
         self._new_loads.append(load)
         return True
@@ -87,7 +87,7 @@ class LMCacheConnector:
         spans = tuple(span for span in store.spans if _blob(span) not in self._storing and not self._has(_blob(span)))
         if not spans:
             return None
-        taken = Transfer(store.generation, spans, (self._epoch,) * len(spans))
+        taken = Transfer(store.generation, spans, tuple(self._name(span) for span in spans))
         blobs = {_blob(span) for span in spans}
         self._storing |= blobs
         self._stores[taken.generation] = _Store(taken, blobs)
@@ -115,39 +115,27 @@ class LMCacheConnector:
         self._store.let_go(load.held)
         if not completion.ok:
             self._epoch += 1
-        for span, epoch, arrived in zip(load.transfer.spans, _epochs(load.transfer), completion.arrived, strict=True):
+        for span, name, arrived in zip(load.transfer.spans, names_of(load.transfer), completion.arrived, strict=True):
             if not arrived:
                 # Gone, or not what was put: either way nobody shall be promised it again, and what is computed instead is stored anew.
-                self._drop(_blob(span), epoch)
-        stats = self._stats
-        self._stats = replace(
-            stats,
-            loaded_bytes=stats.loaded_bytes + completion.num_bytes,
-            loaded_seconds=stats.loaded_seconds + completion.seconds,
-            num_load_failures=stats.num_load_failures + (not completion.ok),
-        )
+                self._drop(_blob(span), name)
+        self._stats = self._stats.with_load(completion)
 
     def _end_store(self, store: _Store, completion: Completion) -> None:
-        for span, epoch, arrived in zip(store.transfer.spans, _epochs(store.transfer), completion.arrived, strict=True):
+        for span, name, arrived in zip(store.transfer.spans, names_of(store.transfer), completion.arrived, strict=True):
             blob = _blob(span)
             if blob not in store.wanted:
-                self._store.drop(self._store.key(*blob, epoch))
+                self._store.drop(name)
             else:
                 self._storing.discard(blob)
                 if arrived:
-                    self._known[blob] = epoch
+                    self._known[blob] = name
                     self._sweep()
-        stats = self._stats
-        self._stats = replace(
-            stats,
-            stored_bytes=stats.stored_bytes + completion.num_bytes,
-            stored_seconds=stats.stored_seconds + completion.seconds,
-            num_store_failures=stats.num_store_failures + (not completion.ok),
-        )
+        self._stats = self._stats.with_store(completion)
 
     def request_finished(self, digests: Sequence[bytes], generations: Sequence[int]) -> bool:
         blobs = ((kind, digest) for digest in digests for kind in BlobKind)
-        self._store.touch(self._store.key(*blob, self._known[blob]) for blob in blobs if blob in self._known)
+        self._store.touch(self._known[blob] for blob in blobs if blob in self._known)
         return any(generation in self._stores for generation in generations)
 
     def cancel(self, generation: int) -> bool:
@@ -187,10 +175,10 @@ class LMCacheConnector:
         return replace(self._stats, tiers=self._store.tiers(self._num_gone, self._stats.num_load_failures + self._stats.num_store_failures))
 
     def _has(self, blob: Blob) -> bool:
-        epoch = self._known.get(blob)
-        if epoch is None:
+        name = self._known.get(blob)
+        if name is None:
             return False
-        if self._store.has(self._store.key(*blob, epoch)):
+        if self._store.has(name):
             return True
         del self._known[blob]
         self._num_gone += 1
@@ -203,16 +191,19 @@ class LMCacheConnector:
             if self._has(blob):
                 self._known.move_to_end(blob)
 
-    def _drop(self, blob: Blob, epoch: int) -> None:
-        if self._known.get(blob) == epoch:
+    def _drop(self, blob: Blob, name: "Key") -> None:
+        if self._known.get(blob) == name:
             del self._known[blob]
-        self._store.drop(self._store.key(*blob, epoch))
+        self._store.drop(name)
+
+    def _name(self, span: Span) -> "Key":
+        return self._store.key(span.kind, span.digest, self._epoch)
 
 
 def _blob(span: Span) -> Blob:
     return span.kind, span.digest
 
 
-def _epochs(transfer: Transfer) -> tuple[int, ...]:
+def names_of(transfer: Transfer) -> "tuple[Key, ...]":
     assert isinstance(transfer.note, tuple)
     return transfer.note

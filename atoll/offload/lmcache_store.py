@@ -9,6 +9,7 @@ only what it fits comes into LMCache's memory again. A read from disk waits with
 for first. Its threads would keep a process alive that was not closed, so they are started by a daemon. Its disk is closed before the memory it writes from.
 """
 
+import asyncio
 import os
 import threading
 from collections.abc import Iterable
@@ -40,31 +41,25 @@ CHECKSUM_BYTES = 8
 # LMCache aligns its memory to this, and reads around the operating system's cache only what is a multiple of it.
 ALIGN_BYTES = 4096
 # Options, some of them under extra_config, that bring a backend which asks a network or a device.
-_REFUSED = {
-    "remote_url": None,
-    "remote_storage_plugins": None,
-    "storage_plugins": None,
-    "gds_path": None,
-    "maru_path": None,
-    "enable_p2p": False,
-    "enable_pd": False,
-}
+_REFUSED = ("remote_url", "remote_storage_plugins", "storage_plugins", "gds_path", "maru_path", "enable_p2p", "enable_pd", "enable_nixl_storage")
 
 Key = Any  # a CacheEngineKey; LMCache has no types to check against
 Memory = Any  # a MemoryObj
+Held = tuple[Key, Any]  # a blob that is pinned, and LMCache's backend where it is
 
 
 class LMCacheStore:
     """One LMCache in this process, which both sides of the connector share."""
 
     def __init__(self, config_path: str | None, namespace: str, device: torch.device | None = None) -> None:
-        """As `atoll.offload.lmcache.make_lmcache` has it. `device`: of the pool, for which LMCache pins its memory."""
+        """`config_path`: LMCache's YAML file; None: its defaults. `device`: of the pool, for which LMCache pins its memory."""
         self._config = _read_config(config_path)
         self._namespace = namespace
         self._checks = bool(self._config.local_disk)
         self._manager = _make_manager(self._config, namespace, device)
         backends = self._manager.storage_backends
         self._cpu, self._disk = backends[CPU], backends.get(DISK)
+        self._backends = [backend for backend in (self._cpu, self._disk) if backend is not None]
         self._closed = False
 
     @property
@@ -77,20 +72,25 @@ class LMCacheStore:
         return CacheEngineKey(f"atoll.{self._namespace}.{kind.value}.{epoch}", 1, 0, int.from_bytes(digest, "big"), torch.uint8)
 
     def has(self, key: Key) -> bool:
-        return self._cpu.contains(key) or (self._disk is not None and self._disk.contains(key))
+        return any(backend.contains(key) for backend in self._backends)
 
-    def hold(self, keys: Iterable[Key]) -> list[tuple[Key, str]]:
+    def hold(self, keys: Iterable[Key]) -> list[Held]:
         """Pin blobs where they are, and use the first of them last, so that a prefix outlives what follows it. Those that were there, and where."""
-        held = [(key, name) for key in keys if (name := self._manager.contains(key, pin=True)) is not None]
-        # A file that somebody deleted is dropped by the thread that reads it, between the two calls; the order of eviction is a matter of speed only.
+        held: list[Held] = []
+        for key in keys:
+            for backend in self._backends:
+                if backend.contains(key, pin=True):
+                    held.append((key, backend))
+                    break
+        # A file that somebody deleted is dropped by the thread that reads it, between pin and touch; the order of eviction is a matter of speed only.
         with suppress(KeyError):
-            self._manager.touch_cache()
+            for backend in self._backends:
+                backend.touch_cache()
         return held
 
-    def let_go(self, held: Iterable[tuple[Key, str]]) -> None:
-        for key, name in held:
-            # Only there: LMCache takes an unpin everywhere for one of each place, and then counts below zero.
-            self._manager.batched_unpin([key], locations=[name])
+    def let_go(self, held: Iterable[Held]) -> None:
+        for key, backend in held:
+            backend.unpin(key)
 
     def touch(self, keys: Iterable[Key]) -> None:
         self.let_go(self.hold(keys))
@@ -160,12 +160,24 @@ class LMCacheStore:
             if self._disk is not None:
                 self._manager.close_backend(DISK)
             self._manager.close()
-            # LMCache stops its loop, and leaves it open.
             if not self._manager.thread.is_alive():
-                self._manager.loop.close()
+                _close_loop(self._manager.loop)
 
     def _stored_bytes(self, num_bytes: int) -> int:
         return -(-(num_bytes + CHECKSUM_BYTES) // ALIGN_BYTES) * ALIGN_BYTES if self._checks else num_bytes
+
+
+def _close_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """LMCache stops its loop and leaves it open, with what waits in it."""
+
+    async def end() -> None:
+        waiting = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    loop.run_until_complete(end())
+    loop.close()
 
 
 def _bytes_of(memory: Memory) -> torch.Tensor:
@@ -174,7 +186,7 @@ def _bytes_of(memory: Memory) -> torch.Tensor:
 
 def _checksum(key: Key, data: "np.ndarray[Any, np.dtype[np.uint8]]") -> bytes:
     """Of a blob's bytes under its name: another blob's, whole, do not pass for it."""
-    return xxhash.xxh3_64_digest(data, seed=xxhash.xxh3_64_intdigest(key.to_string().encode()))
+    return xxhash.xxh3_64_digest(data.data, seed=xxhash.xxh3_64_intdigest(key.to_string().encode()))
 
 
 def _read_config(path: str | None) -> Any:
@@ -225,7 +237,7 @@ def _make_manager(config: Any, namespace: str, device: torch.device | None) -> A
 
     def make() -> None:
         try:
-            if device is not None and device.type == "cuda":
+            if device is not None and device.type == "cuda" and device.index is not None:
                 torch.cuda.set_device(device)
             PinMonitor.GetOrCreate(config)
             made.append(StorageManager(config, metadata, EventManager()))

@@ -8,19 +8,21 @@ import queue
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 
 from atoll.errors import ConfigError
 from atoll.offload.base import Completion, Metadata, Span, Transfer
 from atoll.offload.base_worker import Fence, Regions
-from atoll.offload.lmcache_store import LMCacheStore
+from atoll.offload.lmcache import names_of
+from atoll.offload.lmcache_store import Key, LMCacheStore, Memory
 
 # Of LMCache's memory, at most this share is held by one thread at a time, so that neither keeps the other waiting for room, nor a read for itself.
 MAX_HELD_SHARE = 1 / 4
 # And no more than this, so that a large transfer does not hold what others could have evicted.
 MAX_HELD_BYTES = 256 * 2**20
+# What is idle ends within this, however little time the caller has for what is in flight.
+CLOSE_GRACE_S = 1.0
 
 
 class LMCacheWorker:
@@ -34,6 +36,7 @@ class LMCacheWorker:
         blob_bytes = max(1, regions.image_pages) * regions.page_bytes
         max_held_bytes = min(int(self._store.capacity_bytes * MAX_HELD_SHARE), MAX_HELD_BYTES)
         if blob_bytes > self._store.capacity_bytes * MAX_HELD_SHARE:
+            self._store.close()
             raise ConfigError(
                 f"the largest blob, {'a page' if regions.image_pages <= 1 else 'a state'} of {blob_bytes} bytes, is more than a quarter of LMCache's memory of "
                 f"{self._store.capacity_bytes} bytes; give a max_local_cpu_size of {4 * blob_bytes / 2**30:.3g} (GiB) or more"
@@ -59,14 +62,17 @@ class LMCacheWorker:
                 return
 
     def close(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + max(timeout_s, CLOSE_GRACE_S)
         for mover in self._movers:
             mover.stop()
         for mover in self._movers:
             mover.join(max(0.0, deadline - time.monotonic()))
         # LMCache gives its memory back as it closes. Under a copy that still runs, it is better left to the end of the process.
         if not any(mover.is_alive for mover in self._movers):
-            self._store.close()
+            # It writes to disk first what it has taken for it, which may be much.
+            closing = threading.Thread(target=self._store.close, name="lmcache-close", daemon=True)
+            closing.start()
+            closing.join(max(0.0, deadline - time.monotonic()))
 
 
 class _Mover:
@@ -157,20 +163,19 @@ class _Mover:
         first = errors[0] if errors else None
         return Completion(transfer.generation, tuple(arrived), time.perf_counter() - start_s, num_bytes, first)
 
-    def _move_group(self, group: list[tuple[Span, Any]]) -> list[str | None]:
+    def _move_group(self, group: list[tuple[Span, Key]]) -> list[str | None]:
         """For each span None, or why it did not arrive. When it returns, or raises, no copy runs."""
         raise NotImplementedError
 
-    def _groups(self, transfer: Transfer) -> Iterator[list[tuple[Span, Any]]]:
+    def _groups(self, transfer: Transfer) -> Iterator[list[tuple[Span, Key]]]:
         """Spans with LMCache's names for them, so many as may be held at a time."""
-        assert isinstance(transfer.note, tuple)
-        group: list[tuple[Span, Any]] = []
+        group: list[tuple[Span, Key]] = []
         num_bytes = 0
-        for span, epoch in zip(transfer.spans, transfer.note, strict=True):
+        for span, key in zip(transfer.spans, names_of(transfer), strict=True):
             if group and num_bytes + self._num_bytes(span) > self._max_held_bytes:
                 yield group
                 group, num_bytes = [], 0
-            group.append((span, self._store.key(span.kind, span.digest, epoch)))
+            group.append((span, key))
             num_bytes += self._num_bytes(span)
         if group:
             yield group
@@ -178,7 +183,7 @@ class _Mover:
     def _num_bytes(self, span: Span) -> int:
         return len(span.pages) * self._page_bytes
 
-    def _copies(self, span: Span, memory: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _copies(self, span: Span, memory: Memory) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """A page of the pool and its place in LMCache's memory."""
         data = self._store.data(memory, self._num_bytes(span)).view(len(span.pages), self._page_bytes)
         return zip((self._pages[page] for page in span.pages), data, strict=True)
@@ -191,8 +196,8 @@ class _Mover:
 class _Loads(_Mover):
     name = "loads"
 
-    def _move_group(self, group: list[tuple[Span, Any]]) -> list[str | None]:
-        memories: list[Any] = []
+    def _move_group(self, group: list[tuple[Span, Key]]) -> list[str | None]:
+        memories: list[Memory] = []
         reasons: list[str | None] = []
         try:
             for span, key in group:
@@ -218,8 +223,8 @@ class _Loads(_Mover):
 class _Stores(_Mover):
     name = "stores"
 
-    def _move_group(self, group: list[tuple[Span, Any]]) -> list[str | None]:
-        memories: list[Any] = []
+    def _move_group(self, group: list[tuple[Span, Key]]) -> list[str | None]:
+        memories: list[Memory] = []
         reasons: list[str | None] = []
         try:
             for span, _ in group:

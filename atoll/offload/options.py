@@ -7,7 +7,7 @@ from atoll.errors import ConfigError
 
 DEFAULT_HOST_BYTES = 2**30  # in front of a disk tier, where no host part is given
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_FORMS = "host:8GiB, host:FILE:8GiB, disk:PATH:100GiB or lmcache:FILE, comma-separated"
+_FORMS = "host:8GiB, host:FILE:8GiB, disk:PATH:100GiB, lmcache or lmcache:FILE, comma-separated"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class OffloadOptions:
 
     host: HostOptions | None = None
     disk: DiskOptions | None = None
-    lmcache: str | None = None  # path of its configuration
+    lmcache: str | None = None  # path of its configuration; empty: its defaults
 
 
 def parse_offload(text: str) -> OffloadOptions:
@@ -42,7 +42,7 @@ def parse_offload(text: str) -> OffloadOptions:
     lmcache: str | None = None
     seen: set[str] = set()
     for part in text.split(","):
-        kind, _, rest = part.strip().partition(":")
+        kind, colon, rest = part.strip().partition(":")
         if kind in seen:
             raise ConfigError(f"offload {text!r} has two parts {kind!r}, one is the limit; leave one out")
         seen.add(kind)
@@ -55,8 +55,8 @@ def parse_offload(text: str) -> OffloadOptions:
                 raise ConfigError(f"offload part {part!r} lacks a path or a size; give disk:PATH:SIZE, for example disk:/var/cache/atoll:100GiB")
             disk = DiskOptions(path, parse_bytes(size, part))
         elif kind == "lmcache":
-            if not rest:
-                raise ConfigError(f"offload part {part!r} names no file; give lmcache:FILE, with LMCache's configuration in it")
+            if colon and not rest:
+                raise ConfigError(f"offload part {part!r} names no file; give lmcache:FILE, with LMCache's configuration in it, or lmcache for its defaults")
             lmcache = rest
         else:
             raise ConfigError(f"offload part {part!r} is unknown; use {_FORMS}")
@@ -69,7 +69,7 @@ def parse_offload(text: str) -> OffloadOptions:
 
 def parse_bytes(size: str, part: str) -> int:
     """`8GiB`, `1.5TB`, `4096B`: bytes. `part` is for the message."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", size.strip())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]+)", size.strip())
     unit = _UNITS.get(match.group(2).upper()) if match else None
     if match is None or unit is None:
         raise ConfigError(f"offload part {part!r} ends in {size!r}, which is no size; give a number with B, KB, KiB, MB, MiB, GB, GiB, TB or TiB, such as 8GiB")

@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import secrets
+import stat
 import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -73,7 +74,7 @@ class Slab:
     """An open file, locked against every other engine. Threads may use it at once, on different slots.
 
     `is_mapped`: its slots will be mapped memory, so their place on the disk is taken now; otherwise it grows as slots are written.
-    Raises ConfigError for a file that is in use, damaged, of another identity or size, or cannot be made.
+    Raises ConfigError for a file that is in use, damaged, of another identity or size, is no file, or cannot be made.
     """
 
     def __init__(self, path: str | Path, identity: Mapping[str, str | int], num_slots: int, page_bytes: int, *, is_mapped: bool = False) -> None:
@@ -82,9 +83,13 @@ class Slab:
         self.page_bytes = page_bytes
         self._data_offset = data_offset(num_slots)
         self._file = self._open()
+        is_new = os.fstat(self._file).st_size == 0
         try:
             self._prepare(dict(identity), is_mapped)
         except BaseException:
+            if is_new:
+                # Nothing of a store that could not be made stays behind.
+                self.path.unlink(missing_ok=True)
             self.close()
             raise
 
@@ -163,6 +168,9 @@ class Slab:
             raise ConfigError(f"offload file {self.path}: the folder {self.path.parent} does not exist; make it, or name another") from error
         except OSError as error:
             raise ConfigError(f"offload file {self.path} cannot be opened ({error.strerror}); name a file that this user may read and write") from error
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise ConfigError(f"offload file {self.path} is a device or a pipe; name a file, which is made where it is missing")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -37,6 +37,7 @@ class EngineLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fault: str | None = None  # why nothing is taken any more
         self._dead = False
+        self._is_ending = False
         self._num_open = 0  # sequences
         self._last_queue_s = 0.0
         self._deadline_s = -math.inf  # of the monotonic clock, for what has to end before the engine does
@@ -112,13 +113,16 @@ class EngineLoop:
             self._loop.call_later(deadline_s, self._link.put, Refuse(only_unbegun=False))
 
     def hurry(self) -> None:
-        """The deadline is now."""
+        """The deadline is now; an engine that ends already is not waited for: what it has not written whole is absent."""
         self._deadline_s = -math.inf
+        if self._is_ending:
+            self._link.cut()
 
     async def stop(self) -> None:
         """Abort everything and end the engine; until the deadline, pages that are on their way to a tier may still arrive."""
         self._fault = self._fault or "the server is stopping"
         self._link.put(Refuse(only_unbegun=False))
+        self._is_ending = True
         self._link.put(Stop(max(0.0, self._deadline_s - time.monotonic())))
         await asyncio.to_thread(self._link.join)
         # What the engine reported last.
@@ -175,7 +179,7 @@ class EngineLoop:
         log.error("%s", fault)
         self._fault = fault
         self._dead = True
-        self._metrics.engine = replace(self._metrics.engine, num_running=0, num_waiting=0, kv_cache_usage=0.0)
+        self._metrics.engine = replace(self._metrics.engine, num_running=0, num_waiting=0, num_parked=0, kv_cache_usage=0.0)
         now_s = time.monotonic()
         for ticket in self._tickets.values():
             for timing in ticket.timings:

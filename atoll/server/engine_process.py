@@ -44,6 +44,10 @@ class EngineLink(Protocol):
         """Wait for the end after Stop."""
         ...
 
+    def cut(self) -> None:
+        """End now, whatever it does; waits for nothing."""
+        ...
+
 
 class EngineProcess:
     """An EngineLink to a process that loads a model and runs its engine. `with` ends the process, by force where nothing else has.
@@ -97,6 +101,9 @@ class EngineProcess:
         self.kill()
         for thread in self._threads:
             thread.join()
+
+    def cut(self) -> None:
+        self._process.kill()
 
     def kill(self) -> None:
         if self._process.is_alive():

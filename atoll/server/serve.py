@@ -51,6 +51,8 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         is_first = not self.should_exit
         super().handle_exit(sig, frame)
+        if self.force_exit:
+            self._on_loop(self._service.loop.hurry)
         if is_first and sig == signal.SIGINT:
             self._on_loop(self._on_interrupt)
         self.drain()
@@ -63,7 +65,6 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
         if self.force_exit:
             # Left out by a second Ctrl-C, which is to end requests, not to leave the engine's thread running.
-            self._service.loop.hurry()
             await self.lifespan.shutdown()
             if self.server_state.tasks:
                 # They tell their clients.

@@ -205,7 +205,7 @@ def evicted_from_the_front(patch: pytest.MonkeyPatch) -> None:
 
 def unpinned_while_read(patch: pytest.MonkeyPatch) -> None:
     """A checkpoint whose restore is scheduled may be evicted, and its pages written, before the restore runs."""
-    patch.setattr(PrefixCache, "_pin", lambda self, checkpoint: None)
+    patch.setattr(PrefixCache, "pin", lambda self, checkpoint: None)
     patch.setattr(PrefixCache, "unpin", lambda self, checkpoint, hit: None)
     patch.setattr(PrefixCache, "check", lambda self, pins, reserved: None)
 

@@ -41,7 +41,7 @@ def make_llm(name: str, slow: Slow | None = None, **options: Any) -> LLM:
     return LLM.from_loaded(load(name), slow.offload if slow is not None else None, **guarded | sizes | options)
 
 
-def greedy(max_tokens: int = 12) -> SamplingParams:
+def greedy(max_tokens: int = 6) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
 
 
@@ -49,7 +49,7 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-def answers(name: str, work: Sequence[Sequence[int]], max_tokens: int = 12, kv_format: str = "fp32") -> list[list[int]]:
+def answers(name: str, work: Sequence[Sequence[int]], max_tokens: int = 6, kv_format: str = "fp32") -> list[list[int]]:
     """The oracle: each prompt alone, nothing reused."""
     return _answers(name, tuple(tuple(prompt) for prompt in work), max_tokens, kv_format)
 
@@ -81,7 +81,7 @@ def check_nothing_is_held(llm: LLM, slow: Slow) -> None:
     """No request, transfer or lease is left, and once the prefix cache is empty every page and slot is free."""
     engine = llm.engine
     assert not engine.has_work
-    assert engine.drain_transfers(2.0)
+    assert engine.drain_transfers(0.5)
     engine.check()
     slow.recorder.check_nothing_is_leased()
     assert not slow.worker.flights and not slow.connector.known
@@ -110,11 +110,11 @@ class Bench:
         self.slow.watch(self.llm, self.monkeypatch)
         self.outputs: dict[int, RequestOutput] = {}
 
-    def serve(self, prompt: list[int], max_tokens: int = 12, salt: str | None = None) -> RequestOutput:
+    def serve(self, prompt: list[int], max_tokens: int = 6, salt: str | None = None) -> RequestOutput:
         [output] = self.llm.generate([prompt], greedy(max_tokens), cache_salt=salt)
         return output
 
-    def add(self, prompt: list[int], max_tokens: int = 12, salt: str | None = None) -> int:
+    def add(self, prompt: list[int], max_tokens: int = 6, salt: str | None = None) -> int:
         return self.engine.add(prompt, greedy(max_tokens), cache_salt=salt)
 
     def step(self, count: int = 1) -> None:
@@ -129,7 +129,7 @@ class Bench:
             self.step()
         raise AssertionError("no progress")
 
-    def store(self, *work: list[int], max_tokens: int = 12) -> None:
+    def store(self, *work: list[int], max_tokens: int = 6) -> None:
         """Have prompts computed and stored, and then forgotten by the pool."""
         pace, self.worker.pace = self.worker.pace, at_once
         for prompt in work:

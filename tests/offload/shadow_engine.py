@@ -46,13 +46,21 @@ class OffloadShadowEngine(ShadowEngine):
     """Transfers move at random, and fail at random."""
 
     def __init__(self, random: Random, num_pages: int = 40, *, num_slots: int | None = 4, image_pages: int = 2, fail_rate: float = 0.1, **options: Any) -> None:
-        defaults: dict[str, Any] = {"page_size": 4, "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 24, "prefill_grid": 8}
+        defaults: dict[str, Any] = {
+            "page_size": 4,
+            "max_model_len": 64,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 24,
+            "prefill_grid": 8,
+            "offload_timeout_s": 10.0,
+        }
         config = SchedulerConfig(**{**defaults, "prefix_caching": True, "image_pages": image_pages, **options})
         self.random = random
         self.fail_rate = fail_rate
         self.slow = Slow(at_random(random), self.outcome)
         self.shadow = OffloadShadow(config.page_size, self.slow)
         self.connector, self.worker, self.recorder = self.slow.connector, self.slow.worker, self.slow.recorder
+        self.connector.takes = lambda transfer, span: random.random() >= fail_rate / 2
         guard = ReleaseGuard()
         slots = SlotLedger(num_slots) if num_slots is not None else None
         self.scheduler = Scheduler(config, PageLedger(num_pages, guard.released), slots, guard, self.connector)
@@ -62,6 +70,7 @@ class OffloadShadowEngine(ShadowEngine):
         self.image_pages = image_pages if slots is not None else 0
         self.live: dict[int, Request] = {}
         self.finished: list[Request] = []
+        self.num_steps = 0
         self.num_bare_steps = 0  # without rows
         self.num_verified = 0  # blobs
         self._next_id = 0
@@ -88,6 +97,7 @@ class OffloadShadowEngine(ShadowEngine):
         before_commit()
         self.scheduler.commit(step, self.live)
         self.scheduler.check()
+        self.num_steps += 1
         self.num_bare_steps += not step.rows
         for row in step.rows:
             request = self.live[row.request_id]
@@ -129,6 +139,7 @@ class OffloadShadowEngine(ShadowEngine):
 
     def settle(self) -> None:
         """Until no transfer is left."""
+        self.worker.pace = at_random(self.random)
         self.run()
         for _ in range(1000):
             if not self.connector.has_pending_work:

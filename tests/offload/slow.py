@@ -4,7 +4,7 @@ The sides share nothing but what the protocol passes between them, and the recor
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,7 +56,7 @@ class SlowWorker:
         self.is_closed = False
         self.regions: Regions | None = None
         self._memory: Memory | None = None
-        self._recorder = recorder
+        self.recorder = recorder
         self._before: dict[int, Any] = {}  # page -> what it held before the last step, for reads_stale
         self._unfenced: list[Flight] = []
 
@@ -74,7 +74,7 @@ class SlowWorker:
 
     def run(self, metadata: Metadata, fence: Fence) -> None:
         assert not self.is_closed and fence.number == metadata.fence
-        self._recorder.fenced(fence.number, [*metadata.loads, *metadata.stores])
+        self.recorder.fenced(fence.number, [*metadata.loads, *metadata.stores])
         for transfer in metadata.loads:
             if not any(flight.transfer is transfer for flight in self._unfenced):
                 self.flights.append(self._flight(transfer, True))
@@ -90,7 +90,7 @@ class SlowWorker:
         told = [flight for flight in self.flights if self._is_due(flight)]
         for flight in told:
             flight.is_told = True
-            self._recorder.told(flight.generation, early=bool(flight.copies))
+            self.recorder.told(flight.generation, early=bool(flight.copies))
         self.flights = [flight for flight in self.flights if flight.copies or not flight.is_told]
         return [self._completion(flight) for flight in told]
 
@@ -151,7 +151,7 @@ class SlowWorker:
 
     def _copy(self, flight: Flight, number: int, part: int, page: int) -> None:
         span = flight.transfer.spans[number]
-        self._recorder.copied(flight.generation, page)
+        self.recorder.copied(flight.generation, page)
         if not flight.is_load:
             if not self.reads_stale:
                 flight.staged[number][part] = self.memory.read(page)
@@ -185,7 +185,6 @@ class SlowConnector:
     clears_late = False  # the clear of a load's target is held back until the load has ended
     starts_at_once = False  # a load does not wait for the fence
     tells_twice = False  # completions come again, and some that nobody asked for
-    is_gone = False  # `after_allocation` finds that the blobs went since the look-up
 
     def __init__(self, recorder: Recorder, worker: SlowWorker) -> None:
         self.index: dict[Key, None] = {}
@@ -195,6 +194,7 @@ class SlowConnector:
         self.finished: list[tuple[tuple[bytes, ...], tuple[int, ...]]] = []
         self.forgotten: list[bytes] = []
         self.metadata: list[Metadata] = []
+        self.takes: Callable[[Transfer, Span | None], bool] = lambda transfer, span: True  # a store's span, or a load (None) whose blobs are still there
         self.num_lost_loads = 0
         self.num_lost_stores = 0
         self._recorder = recorder
@@ -215,7 +215,7 @@ class SlowConnector:
         return Found(num_pages, frozenset(number for number, digest in enumerate(digests, 1) if (BlobKind.STATE, digest) in self.index))
 
     def after_allocation(self, load: Transfer) -> bool:
-        if self.is_gone:
+        if not self.takes(load, None):
             return False
         assert load.spans and all(_key(span) in self.index for span in load.spans), "the engine loads what a look-up has found"
         kinds = [span.kind for span in load.spans]
@@ -227,7 +227,7 @@ class SlowConnector:
 
     def prepare_store(self, store: Transfer) -> Transfer | None:
         busy = {_key(span) for transfer, is_load in self.known.values() if not is_load for span in transfer.spans}
-        spans = tuple(span for span in store.spans if _key(span) not in self.index and _key(span) not in busy)
+        spans = tuple(span for span in store.spans if _key(span) not in self.index and _key(span) not in busy and self.takes(store, span))
         if not spans:
             return None
         store = replace(store, spans=spans, note=("slow", len(spans)))
@@ -342,7 +342,8 @@ class Slow:
         run_rows = llm.engine.runner._run_rows
 
         def remembering(step: Step) -> Any:
-            self.worker.remember(llm.engine.pool.num_pages)
+            if self.worker.reads_stale:
+                self.worker.remember(llm.engine.pool.num_pages)
             return run_rows(step)
 
         monkeypatch.setattr(llm.engine.runner, "_run_rows", remembering)

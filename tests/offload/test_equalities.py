@@ -5,6 +5,7 @@ The oracle is each prompt alone in a pool of zeros, without reuse; `tests.offloa
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ from tests.offload.paces import (
 FORMATS = ["fp32", "bf16", "fp8_tensor", "fp8_token"]
 CASES = [("llama", "fp32"), ("llama", "fp8_token"), *(("qwen3_5", one) for one in FORMATS), ("qwen3_next", "fp32")]
 WORK = shared_prompts()
-NUM_TOKENS = 8
+NUM_TOKENS = 6
 
 
 @pytest.fixture(params=CASES, ids="-".join)
@@ -88,6 +89,30 @@ def test_the_next_turn_of_a_chat_is_fetched(case: tuple[str, str], monkeypatch: 
     unit = PAGE if name == "llama" else GRID
     assert second.num_fetched_tokens == (len(base) + 39) // unit * unit > len(base) // unit * unit
     assert second.token_ids == answers(name, [turn], NUM_TOKENS, kv_format)[0]
+    bench.check()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_size": 4, "num_pages": 400},
+        {"page_size": 64, "num_pages": 40},
+        {"attention_backend": "auto", "guard": "off"},
+        {"state_checkpoint_interval_tokens": 64, "checkpoint_policy": "ladder"},
+        {"checkpoint_policy": "demand"},
+    ],
+    ids=lambda options: "-".join(f"{name} {value}" for name, value in options.items()),
+)
+def test_other_pages_backends_and_places_for_states(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench("qwen3_5", monkeypatch, after_polls(2), options=options)
+    wanted = answers("qwen3_5", WORK, NUM_TOKENS)
+    fetched = 0
+    for _ in range(3):
+        outputs = bench.llm.generate(WORK, greedy(NUM_TOKENS))
+        assert tokens(outputs) == wanted
+        fetched += sum(output.num_fetched_tokens for output in outputs)
+        evict_all(bench.llm)
+    assert fetched >= 2 * GRID
     bench.check()
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from atoll.errors import ConfigError
 from atoll.offload.lmcache import make_lmcache
@@ -33,4 +34,4 @@ def test_without_lmcache_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "lmcache", None)
     monkeypatch.delitem(sys.modules, "atoll.offload.lmcache_store", raising=False)
     with pytest.raises(ConfigError, match=r"install atoll\[lmcache\]"):
-        make_lmcache(None, "tests")
+        make_lmcache(None, "tests", torch.device("cpu"))

@@ -22,6 +22,7 @@ from atoll.offload.options import DEFAULT_HOST_BYTES, DiskOptions, HostOptions, 
         ("disk:/a:2TiB", OffloadOptions(HostOptions(DEFAULT_HOST_BYTES), DiskOptions("/a", 2 * 2**40))),
         (" host:100kb , disk:/odd:name:7MiB", OffloadOptions(HostOptions(100_000), DiskOptions("/odd:name", 7 * 2**20))),
         ("lmcache:/a.yaml", OffloadOptions(lmcache="/a.yaml")),
+        ("lmcache", OffloadOptions(lmcache="")),
     ],
 )
 def test_options_are_read(text: str, options: OffloadOptions) -> None:
@@ -35,6 +36,7 @@ def test_options_are_read(text: str, options: OffloadOptions) -> None:
         ("ram:8GiB", "offload part 'ram:8GiB' is unknown"),
         ("host:8", "ends in '8', which is no size; give a number with B, KB"),
         ("host:-8GiB", "is no size"),
+        (f"host:{'9' * 400}GiB", "is no size"),
         ("host:0B", "has a size of 0 bytes; give 1 or more"),
         ("disk:8GiB", "lacks a path or a size; give disk:PATH:SIZE"),
         ("host:1GiB,host:2GiB", "has two parts 'host', one is the limit"),

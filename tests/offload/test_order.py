@@ -3,11 +3,17 @@
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from atoll import RequestOutput
 from atoll.kv.guard import ReleaseGuard
-from atoll.offload.base import BlobKind
+from atoll.offload.base import BlobKind, Completion, Metadata
+from atoll.offload.base_worker import Fence, Offload, Regions
+from atoll.offload.ranks import RankReports
 from tests.offload.cases import GRID, PAGE, Bench, answers, evict_all, prompt
 from tests.offload.paces import a_copy_a_poll, after_polls, backwards, half_of_each_load, never, states_fail
+from tests.offload.recorder import Recorder
+from tests.offload.slow import SlowWorker
 
 MODELS = ["llama", "qwen3_5"]
 LONG = prompt(150)
@@ -134,7 +140,7 @@ def abort_a_load_under_another(bench: Bench) -> list[int]:
     bench.worker.advance(flight, 1)
     bench.engine.abort(aborted)
     bench.engine.check()
-    kept = bench.add(OTHER)
+    kept = bench.add(OTHER, 12)
     bench.step(3)
     bench.worker.advance(flight)
     bench.worker.release()
@@ -144,14 +150,14 @@ def abort_a_load_under_another(bench: Bench) -> list[int]:
 
 def test_the_target_of_an_aborted_load_stays_leased(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(name, monkeypatch)
-    assert abort_a_load_under_another(bench) == answers(name, [OTHER])[0]
+    assert abort_a_load_under_another(bench) == answers(name, [OTHER], 12)[0]
     bench.check()
 
 
 def test_control_a_target_that_an_abort_frees_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(name, monkeypatch)
     bench.connector.cancels_in_flight = True
-    assert abort_a_load_under_another(bench) != answers(name, [OTHER])[0]
+    assert abort_a_load_under_another(bench) != answers(name, [OTHER], 12)[0]
     assert any("while it is loaded" in fault for fault in bench.recorder.faults)
 
 
@@ -236,14 +242,6 @@ def test_control_clears_that_ride_on_the_next_metadata_show(name: str, monkeypat
 # 6. A failed state is a shorter prefix.
 
 
-def fetch_in_part(bench: Bench) -> tuple[list[int], int]:
-    """The first boundary is in the pool; of what comes after it a part arrives."""
-    bench.store(LONG)
-    bench.serve(LONG[: GRID + 5], max_tokens=1)
-    output = bench.serve(LONG)
-    return output.token_ids, output.num_cached_tokens
-
-
 def test_a_failed_state_leaves_the_last_boundary_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench("qwen3_5", monkeypatch)
     bench.store(LONG)
@@ -274,3 +272,72 @@ def test_control_a_failure_that_is_not_told_shows(outcome: Callable[..., list[bo
     bench.store(LONG)
     bench.worker.outcome, bench.worker.tells_all_arrived = outcome, True
     assert bench.serve(LONG).token_ids != answers("qwen3_5", [LONG])[0]
+
+
+# 7. Over ranks, one failure is everybody's miss.
+
+
+class TwoRanks:
+    """The engine's worker, and another that moves a second rank's part of every blob, in a pool of its own."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.reports = RankReports(2)
+        self.ranks = [bench.worker, SlowWorker(Recorder(), bench.worker.pace)]
+        self.buffer = torch.randint(0, 256, bench.engine.pool.buffer.shape, dtype=torch.uint8)
+        self.ranks[1].register(Regions(self.buffer, bench.engine.scheduler.cache.image_pages))
+        bench.monkeypatch.setattr(bench.engine, "offload", Offload(bench.connector, self))
+        bench.monkeypatch.setattr(bench.engine.runner, "worker", self)
+
+    def register(self, regions: Regions) -> None:
+        raise AssertionError("both are registered")
+
+    def run(self, metadata: Metadata, fence: Fence) -> None:
+        for is_load, transfers in ((True, metadata.loads), (False, metadata.stores)):
+            for transfer in transfers:
+                self.ranks[1].recorder.leased(transfer, is_load)
+        for rank in self.ranks:
+            rank.run(metadata, fence)
+
+    def poll(self) -> list[Completion]:
+        return [completion for number, rank in enumerate(self.ranks) for completion in self.reports.take(number, rank.poll())]
+
+    def wait(self, timeout_s: float) -> None:
+        self.ranks[0].wait(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        for rank in self.ranks:
+            rank.close(timeout_s)
+
+    def wrong_pages(self, bench: Bench) -> list[int]:
+        """Pages that are in use here and hold something else there."""
+        blobs, wrong = self.ranks[1].blobs, []
+        for load in bench.connector.metadata_with_loads[-1].loads:
+            for span in load.spans:
+                node = bench.engine.scheduler.cache._tree.get(span.digest)
+                if span.kind is BlobKind.KV and node is not None and node.page == span.pages[0]:
+                    if not torch.equal(self.buffer[node.page], blobs[span.kind, span.digest][0]):
+                        wrong.append(node.page)
+        return wrong
+
+
+def fetch_over_ranks(bench: Bench) -> tuple[TwoRanks, RequestOutput]:
+    ranks = TwoRanks(bench)
+    bench.store(LONG)
+    ranks.buffer.zero_()
+    ranks.ranks[1].outcome = half_of_each_load
+    return ranks, bench.serve(LONG)
+
+
+def test_what_fails_on_one_rank_is_missed_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench("llama", monkeypatch, after_polls(2))
+    ranks, output = fetch_over_ranks(bench)
+    assert output.token_ids == answers("llama", [LONG])[0]
+    assert output.num_fetched_tokens == 4 * PAGE and not ranks.wrong_pages(bench)
+    bench.check()
+
+
+def test_control_a_rank_that_nobody_asks_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankReports, "take", lambda self, rank, completions: [*completions] if rank == 0 else [])
+    bench = Bench("llama", monkeypatch, after_polls(2))
+    ranks, output = fetch_over_ranks(bench)
+    assert output.num_fetched_tokens > 4 * PAGE and ranks.wrong_pages(bench)

@@ -81,22 +81,33 @@ def finish(bench: Bench) -> None:
     bench.check()
 
 
-OUTCOMES: list[Outcome] = [all_arrives, loads_fail, half_of_each_load, states_fail]
+LOADS: list[tuple[str, Outcome]] = [
+    ("llama", all_arrives),
+    ("llama", loads_fail),
+    ("qwen3_5", all_arrives),
+    ("qwen3_5", half_of_each_load),
+    ("qwen3_5", states_fail),
+]
+STORES: list[tuple[str, Outcome]] = [("llama", all_arrives), ("llama", stores_fail), ("qwen3_5", all_arrives)]
 
 
-@pytest.mark.parametrize("outcome", OUTCOMES, ids=lambda outcome: outcome.__name__)
+def label(value: object) -> str:
+    return getattr(value, "__name__", str(value))
+
+
+@pytest.mark.parametrize(("name", "outcome"), LOADS, ids=label)
 @pytest.mark.parametrize("point", LOAD_POINTS)
 def test_an_abort_at_any_point_of_a_load(name: str, point: str, outcome: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(name, monkeypatch, never)
     bench.store(LONG)
     bench.worker.outcome = outcome
-    other = bench.add(OTHER, max_tokens=20)
+    other = bench.add(OTHER, max_tokens=9)
     bench.step()
     aborted = bench.add(LONG)
     at_point_of_load(bench, point, lambda: bench.engine.abort(aborted))
     again = bench.add(LONG)
     finish(bench)
-    assert [bench.outputs[one].token_ids for one in (other, again)] == [answers(name, [OTHER], 20)[0], answers(name, [LONG])[0]]
+    assert [bench.outputs[one].token_ids for one in (other, again)] == [answers(name, [OTHER], 9)[0], answers(name, [LONG])[0]]
     assert outcome is not all_arrives or bench.outputs[again].num_cached_tokens >= 2 * GRID
 
 
@@ -104,7 +115,7 @@ def test_an_abort_at_any_point_of_a_load(name: str, point: str, outcome: Outcome
 def test_a_preemption_of_another_at_any_point_of_a_load(name: str, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(name, monkeypatch, never)
     bench.store(LONG)
-    other = bench.add(OTHER, max_tokens=20)
+    other = bench.add(OTHER, max_tokens=9)
     bench.step(2)
     fetched = bench.add(LONG)
 
@@ -117,16 +128,16 @@ def test_a_preemption_of_another_at_any_point_of_a_load(name: str, point: str, m
     else:
         at_point_of_load(bench, point, preempt)
     finish(bench)
-    assert [bench.outputs[one].token_ids for one in (other, fetched)] == [answers(name, [OTHER], 20)[0], answers(name, [LONG])[0]]
+    assert [bench.outputs[one].token_ids for one in (other, fetched)] == [answers(name, [OTHER], 9)[0], answers(name, [LONG])[0]]
     assert bench.outputs[other].num_preemptions + bench.outputs[fetched].num_preemptions == 1
 
 
-@pytest.mark.parametrize("outcome", [all_arrives, stores_fail], ids=lambda outcome: outcome.__name__)
+@pytest.mark.parametrize(("name", "outcome"), STORES, ids=label)
 @pytest.mark.parametrize("deed", ["abort", "preempt"])
 @pytest.mark.parametrize("point", STORE_POINTS)
 def test_an_end_at_any_point_of_a_store(name: str, point: str, deed: str, outcome: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(name, monkeypatch, never, outcome)
-    ids = [bench.add(OTHER, max_tokens=20), bench.add(LONG)]
+    ids = [bench.add(OTHER, max_tokens=9), bench.add(LONG)]
     if deed == "preempt" and point == "before the run":
         # Nobody is preempted between a step and its commit.
         point = "begun"
@@ -134,11 +145,11 @@ def test_an_end_at_any_point_of_a_store(name: str, point: str, deed: str, outcom
     evict_all(bench.llm)
     bench.engine.check()
     finish(bench)
-    assert bench.outputs[ids[0]].token_ids == answers(name, [OTHER], 20)[0]
+    assert bench.outputs[ids[0]].token_ids == answers(name, [OTHER], 9)[0]
     assert deed == "abort" or bench.outputs[ids[1]].token_ids == answers(name, [LONG])[0]
     # Whatever arrived there is right.
     assert bench.serve(LONG).token_ids == answers(name, [LONG])[0]
-    assert bench.serve(OTHER, 20).token_ids == answers(name, [OTHER], 20)[0]
+    assert bench.serve(OTHER, 9).token_ids == answers(name, [OTHER], 9)[0]
     bench.check()
 
 
@@ -156,7 +167,7 @@ def test_an_end_of_everybody_at_any_point_of_a_store(name: str, point: str, monk
     bench.check()
 
 
-@pytest.mark.parametrize("num_steps", range(1, 14, 2))
+@pytest.mark.parametrize("num_steps", range(1, 14, 4))
 def test_preemptions_for_want_of_pages_while_nothing_ends(name: str, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool too small for both, whose stores hang for some steps: who needs a page waits for it or takes it, and nobody loses a row."""
     bench = Bench(name, monkeypatch, never, options={"num_pages": 24})
@@ -165,6 +176,26 @@ def test_preemptions_for_want_of_pages_while_nothing_ends(name: str, num_steps: 
     bench.worker.release()
     bench.run()
     assert [bench.outputs[one].token_ids for one in ids] == answers(name, [LONG, OTHER], 40)
+    bench.check()
+
+
+@pytest.mark.parametrize("num_pages", [18, 21, 24])
+def test_who_needs_the_pages_of_a_load_that_hangs(name: str, num_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for them, first as long as anybody waits for a load, and then as long as it may still write."""
+    bench = Bench(name, monkeypatch, never, options={"num_pages": num_pages, "max_model_len": 180})
+    bench.store(LONG)
+    now = [0.0]
+    assert bench.engine.scheduler.offloader is not None
+    monkeypatch.setattr(bench.engine.scheduler.offloader, "_clock", lambda: now[0])
+    ids = [bench.add(LONG), bench.add(OTHER, max_tokens=35)]
+    bench.step(12)
+    assert bench.worker.loads
+    now[0] = 31.0
+    bench.step(12)
+    assert bench.engine.has_work
+    bench.worker.release()
+    bench.run()
+    assert [bench.outputs[one].token_ids for one in ids] == [*answers(name, [LONG]), *answers(name, [OTHER], 35)]
     bench.check()
 
 

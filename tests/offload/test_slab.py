@@ -181,6 +181,13 @@ def test_a_file_that_does_not_fit_is_refused_and_left_as_it_is(path: Path, again
     assert path.read_bytes()[data_offset(8) + 3 * PAGE_BYTES] == 1
 
 
+def test_a_device_or_a_pipe_is_refused_and_left_as_it_is(path: Path) -> None:
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="is a device or a pipe; name a file"):
+        open_slab(path)
+    assert path.is_fifo()
+
+
 def test_a_file_in_use_is_refused_until_it_is_closed(path: Path) -> None:
     slab = open_slab(path)
     memory, _ = slab.map()

@@ -232,6 +232,20 @@ def test_reset_forgets_what_is_not_in_flight() -> None:
     assert [connector.lookup([digest(n)], 0).num_pages for n in (1, 2)] == [1, 0]
 
 
+def test_reset_forgets_what_is_being_written_to_the_disk() -> None:
+    connector, worker = make_connector(8, 8, is_mapped=True), FakeWorker()
+    assert connector.prepare_store(Transfer(1, (kv(1, 11),)))
+    worker.run(connector.build_metadata(1, ()))
+    connector.complete(worker.finish())
+    worker.run(connector.build_metadata(2, ()))
+    assert {name for name, _ in worker.in_flight} == {"record", "write"}
+    connector.reset()
+    turn(connector, worker)
+    assert connector.lookup([digest(1)], 0).num_pages == 0
+    assert not worker.host_records and not worker.disk_records and not connector.has_pending_work
+    connector.check()
+
+
 def test_unknown_completions_are_ignored() -> None:
     connector, worker = make_connector(2), FakeWorker()
     assert connector.complete([Completion(5, (True,)), Completion(-5, (True,))]) == []

@@ -44,6 +44,11 @@ def test_fetched_after_a_restart_equals_computed(name: str, tiers: str, tmp_path
     assert num_fetched >= 0.7 * sum(map(len, WORK))
 
 
+def test_a_host_tier_of_more_memory_than_there_is_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the host tier of \d+ bytes is more memory than this machine gives .*; give a smaller size"):
+        make_llm("llama", offload="host:900000TiB")
+
+
 def test_an_anonymous_host_tier_starts_empty() -> None:
     offload = options_of("host", Path())
     assert serve("llama", offload)[1] == serve("llama", offload)[1] < 0.3 * sum(map(len, WORK))

@@ -51,6 +51,9 @@ class ThreadLink:
     def join(self) -> None:
         self._thread.join()
 
+    def cut(self) -> None:
+        """No thread can be."""
+
 
 @dataclass(frozen=True)
 class Running:

@@ -2,11 +2,14 @@
 
 import asyncio
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,9 @@ from atoll.errors import ConfigError
 from atoll.offload.base import Completion
 from atoll.offload.base_worker import TransferWorker
 from atoll.server.engine_loop import EngineLoop
-from atoll.server.messages import Command, EngineFacts, Report, Stop
+from atoll.server.messages import Command, Died, EngineFacts, Report, Stop
 from atoll.server.metrics import ServerMetrics
+from atoll.server.serve import make_server
 from tests.docs.blocks import ROOT
 from tests.docs.test_server_page import first_cells
 from tests.server.running import ENGINE, Running, demo, running_server
@@ -151,6 +155,25 @@ class Link:
     def join(self) -> None:
         """Has ended."""
 
+    def cut(self) -> None:
+        """Has ended."""
+
+
+class HangingLink(Link):
+    """Ends by force alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_cut = threading.Event()
+        self.joins = threading.Event()
+
+    def join(self) -> None:
+        self.joins.set()
+        assert self.is_cut.wait(20)
+
+    def cut(self) -> None:
+        self.is_cut.set()
+
 
 @pytest.mark.parametrize("hurries", [False, True])
 def test_the_last_command_says_how_long_transfers_may_take(hurries: bool) -> None:
@@ -167,6 +190,35 @@ def test_the_last_command_says_how_long_transfers_may_take(hurries: bool) -> Non
     asyncio.run(run())
     last = link.commands[-1]
     assert isinstance(last, Stop) and ((last.drain_s == 0.0) if hurries else (0 < last.drain_s <= 1000))
+
+
+def test_a_second_ctrl_c_ends_an_engine_that_is_still_writing() -> None:
+    """Which is whole or absent, whenever it is cut."""
+    link = HangingLink()
+    with running_server(SMALL) as server:
+        service = server.service
+
+    async def run() -> None:
+        loop = service.loop = EngineLoop(link, max_queued=1, metrics=ServerMetrics("demo"))
+        loop.start()
+        stopping = make_server(service)
+        stopping._event_loop = asyncio.get_running_loop()
+        stopping.handle_exit(signal.SIGINT, None)
+        ends = asyncio.create_task(loop.stop())
+        await asyncio.to_thread(link.joins.wait, 20)
+        assert not link.is_cut.is_set()
+        stopping.handle_exit(signal.SIGINT, None)
+        await ends
+
+    asyncio.run(run())
+
+
+def test_nobody_is_parked_in_a_dead_engine() -> None:
+    figures = ServerMetrics("demo")
+    loop = EngineLoop(Link(), max_queued=1, metrics=figures)
+    figures.engine = replace(figures.engine, num_parked=3)
+    loop._take(Died("it is gone"))
+    assert figures.engine.num_parked == 0
 
 
 def test_what_is_on_disk_outlives_the_server(tmp_path: Path) -> None:

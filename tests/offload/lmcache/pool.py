@@ -74,6 +74,16 @@ class Pool:
         raise AssertionError(f"transfer {generation} has not ended")
 
 
+def write_config(folder: Path, cpu_bytes: int, disk_bytes: int = 0, **options: Any) -> str:
+    """A configuration of LMCache; its disk is in the folder too."""
+    lines = {"max_local_cpu_size": cpu_bytes / 2**30, "local_cpu": True} | options
+    if disk_bytes:
+        lines |= {"local_disk": str(folder / "disk"), "max_local_disk_size": disk_bytes / 2**30}
+    path = folder / "lmcache.yaml"
+    path.write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
+    return str(path)
+
+
 class Pools:
     """Makes pools over one LMCache each, and closes them."""
 
@@ -82,14 +92,10 @@ class Pools:
         self._made: list[Pool] = []
 
     def make(self, cpu_bytes: int = 2**20, disk_bytes: int = 0, **options: Any) -> Pool:
-        lines = {"max_local_cpu_size": cpu_bytes / 2**30, "local_cpu": True} | options
-        if disk_bytes:
-            lines |= {"local_disk": str(self._folder / "disk"), "max_local_disk_size": disk_bytes / 2**30}
-        path = self._folder / "lmcache.yaml"
-        path.write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
-        connector, worker = make_lmcache(str(path), "tests", self._device)
-        assert isinstance(connector, LMCacheConnector) and isinstance(worker, LMCacheWorker)
+        path = write_config(self._folder, cpu_bytes, disk_bytes, **options)
         pages = torch.zeros((NUM_PAGES, PAGE_BYTES), dtype=torch.uint8, device=self._device)
+        connector, worker = make_lmcache(path, "tests", self._device)
+        assert isinstance(connector, LMCacheConnector) and isinstance(worker, LMCacheWorker)
         worker.register(Regions(pages, IMAGE_PAGES))
         self._made.append(Pool(connector, worker, connector._store, pages))
         return self._made[-1]
