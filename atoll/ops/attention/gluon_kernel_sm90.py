@@ -15,6 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
+# Of all threads of a program. Triton 3.7 gave it another name.
+program_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
 
 @gluon.jit
 def _dependent_launch(i_s):
@@ -411,7 +414,7 @@ def decode_tma_kernel(
             mbarrier.init(bars.index(i), count=1)
         # The copies' engine must see the barriers ready before the first copy.
         fence_async_shared()
-        gl.thread_barrier()
+        program_barrier()
         table_ptr = page_table_ptr + i_b.to(gl.int64) * stride_table_b
         for i in gl.static_range(STAGES - 1):
             page0, page1, page2, page3 = _pages_of_tile(table_ptr, tile_lo + i, tile_hi, row_lo, row_hi, TILE, S, WINDOW, MASK_KV)
@@ -464,7 +467,7 @@ def decode_tma_kernel(
                     mbarrier.wait(bars.index(i_slot), phase)
                     if PART != 2:
                         # Every warp is past its reads of the tile before: its place can be filled.
-                        gl.thread_barrier()
+                        program_barrier()
                         free = gl.where(i_slot == 0, STAGES - 1, i_slot - 1)
                         i_next = i_tile + STAGES - 1
                         _copy_tile(
