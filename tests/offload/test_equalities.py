@@ -92,6 +92,18 @@ def test_the_next_turn_of_a_chat_is_fetched(case: tuple[str, str], monkeypatch: 
     bench.check()
 
 
+def fetched_in_rounds(bench: Bench, name: str, num_rounds: int) -> int:
+    """Tokens fetched over rounds of the same work, each of which must give the right ones and is evicted after."""
+    wanted = answers(name, WORK, NUM_TOKENS)
+    fetched = 0
+    for _ in range(num_rounds):
+        outputs = bench.llm.generate(WORK, greedy(NUM_TOKENS))
+        assert tokens(outputs) == wanted
+        fetched += sum(output.num_fetched_tokens for output in outputs)
+        evict_all(bench.llm)
+    return fetched
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -105,14 +117,7 @@ def test_the_next_turn_of_a_chat_is_fetched(case: tuple[str, str], monkeypatch: 
 )
 def test_other_pages_backends_and_places_for_states(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench("qwen3_5", monkeypatch, after_polls(2), options=options)
-    wanted = answers("qwen3_5", WORK, NUM_TOKENS)
-    fetched = 0
-    for _ in range(3):
-        outputs = bench.llm.generate(WORK, greedy(NUM_TOKENS))
-        assert tokens(outputs) == wanted
-        fetched += sum(output.num_fetched_tokens for output in outputs)
-        evict_all(bench.llm)
-    assert fetched >= 2 * GRID
+    assert fetched_in_rounds(bench, "qwen3_5", 3) >= 2 * GRID
     bench.check()
 
 
@@ -131,14 +136,7 @@ def paces() -> dict[str, Callable[[], Pace]]:
 def test_a_crowd_at_any_pace(name: str, pace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four at a time in a pool for two, some of whom share what they load."""
     bench = Bench(name, monkeypatch, paces()[pace](), options={"num_pages": 34, "max_num_batched_tokens": 72, "max_model_len": 200})
-    wanted = answers(name, WORK, NUM_TOKENS)
-    fetched = 0
-    for _ in range(2):
-        outputs = bench.llm.generate(WORK, greedy(NUM_TOKENS))
-        assert tokens(outputs) == wanted
-        fetched += sum(output.num_fetched_tokens for output in outputs)
-        evict_all(bench.llm)
-    assert fetched >= 3 * GRID
+    assert fetched_in_rounds(bench, name, 2) >= 3 * GRID
     bench.check()
 
 
