@@ -12,6 +12,7 @@ import torch
 from atoll.ops.attention import DecodeConfig
 from atoll.probe import BackendAdapter, Case, CaseReport, probe_case
 from atoll.probe.cases import with_flags
+from atoll.probe.interpreter import repair_interpreter
 from atoll.probe.kernels import Result, changed_rows, poison_everything
 
 WORKERS = 2
@@ -25,7 +26,8 @@ class WorkerPool:
 
     def __init__(self, interpret: bool) -> None:
         self._environment = {"TRITON_INTERPRET": "1" if interpret else "0", "OMP_NUM_THREADS": "1"}
-        self._pool = ProcessPoolExecutor(WORKERS, mp_context=multiprocessing.get_context("spawn"))
+        # Repaired before the first task: else a worker's answers would depend on which tests it had run.
+        self._pool = ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn"), initializer=repair_interpreter if interpret else None)
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         # A worker takes its environment when it starts, which is at a submit.
