@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from atoll.kv.checkpoint import Checkpoint
-from atoll.kv.prefix import Match, PrefixCache
+from atoll.kv.prefix import PrefixCache
+from atoll.kv.prefix_match import Match
 from atoll.offload.base import BlobKind, Completion, Connector, Span, Transfer
 
 if TYPE_CHECKING:
@@ -110,12 +111,11 @@ class Offloader:
         use = request.prefix
         if use.has_fetched or not self.cache.enabled or request.params.prompt_logprobs is not None:
             return None
-        limit = (request.num_tokens - 1) // self._page_size
-        digests = use.digests[:limit]
-        resident, num_idle = self.cache.resident(digests)
-        found = self.connector.lookup(digests, len(resident))
-        reach = len(resident) + found.num_pages
-        if len(resident) < limit and (load := self._loading.get((BlobKind.KV, digests[len(resident)]))) is not None:
+        num_resident = len(match.resident)
+        digests = use.digests[: (request.num_tokens - 1) // self._page_size]
+        found = self.connector.lookup(digests, num_resident)
+        reach = num_resident + found.num_pages
+        if match.next_digest is not None and (load := self._loading.get((BlobKind.KV, match.next_digest))) is not None:
             return load
         if self.cache.image_pages:
             reach = max((number for number in found.states if number <= reach), default=0)
@@ -123,10 +123,9 @@ class Offloader:
             return None
         if (load := self._loading.get((BlobKind.STATE, digests[reach - 1]))) is not None:
             return load
-        num_held = min(len(resident), reach)
-        if num_held < len(resident):
-            num_idle = self.cache.resident(digests[:num_held])[1]
-        return Fetch(resident[:num_held], num_idle, digests[num_held:reach], reach, needs_state=self.cache.image_pages > 0)
+        held = [node.page for node in match.resident[:reach]]
+        num_idle = max(0, len(held) - match.num_held)
+        return Fetch(held, num_idle, digests[len(held) : reach], reach, needs_state=self.cache.image_pages > 0)
 
     def begin(self, request: "Request", fetch: "Fetch | _Load", match: Match) -> bool:
         """Park a request on a load in flight, or on one that starts with the next metadata; False: the connector has not got it any more."""

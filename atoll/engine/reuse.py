@@ -8,7 +8,8 @@ from atoll.engine.offloader import Offloader
 from atoll.engine.placement import Placement
 from atoll.engine.step import StateCopy, Step
 from atoll.kv.checkpoint import Checkpoint
-from atoll.kv.prefix import NO_MATCH, Match, PrefixCache
+from atoll.kv.prefix import PrefixCache
+from atoll.kv.prefix_match import NO_MATCH, Match
 from atoll.kv.prefix_stats import MissReason
 from atoll.kv.prefix_tree import page_digest, root_digest
 

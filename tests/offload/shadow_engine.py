@@ -1,5 +1,6 @@
 """A scheduler with a slow connector over a shadow, driven as the engine drives them; checks every page, row, state and blob after every step."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -67,15 +68,35 @@ class OffloadShadowEngine(ShadowEngine):
         self.now_s = 0.0
         assert self.scheduler.offloader is not None
         self.scheduler.offloader._clock = lambda: self.now_s
+        self._check_what_is_spared()
         self.image_pages = image_pages if slots is not None else 0
         self.live: dict[int, Request] = {}
         self.finished: list[Request] = []
         self.num_steps = 0
         self.num_bare_steps = 0  # without rows
         self.num_verified = 0  # blobs
+        self.num_spared = 0  # look-ups of a request that still waits
         self._next_id = 0
         self._wanted: dict[Key, tuple[Any, ...]] = {}
         self._seen: set[Key] = set()
+
+    def _check_what_is_spared(self) -> None:
+        """A request that is not looked up again would be found as it was."""
+        scheduler = self.scheduler
+        waits_still = scheduler._waits_still
+
+        def checked(request: Request, reserved: int, budget: int) -> bool:
+            spared = waits_still(request, reserved, budget)
+            if spared:
+                assert scheduler._wait is not None
+                now = scheduler._reuse.look_up(request)
+                assert replace(now, misses=Counter()) == replace(scheduler._wait.match, misses=Counter()), (
+                    "what is in the pool of a waiting request has changed"
+                )
+                self.num_spared += 1
+            return spared
+
+        scheduler._waits_still = checked  # type: ignore[method-assign]
 
     def outcome(self, transfer: Transfer, is_load: bool) -> list[bool]:
         if self.random.random() >= 4 * self.fail_rate:

@@ -45,6 +45,7 @@ NO_TORCH = (
     "atoll.kv.checkpoint",
     "atoll.kv.prefix_tree",
     "atoll.kv.prefix_stats",
+    "atoll.kv.prefix_match",
     "atoll.kv.prefix",
     "atoll.engine.constraint",
     "atoll.engine.sampling",
