@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from atoll.kv.checkpoint import Checkpoint
 from atoll.kv.prefix import PrefixCache
 from atoll.kv.prefix_match import Match
+from atoll.kv.prefix_tree import PrefixNode
 from atoll.offload.base import BlobKind, Completion, Connector, Span, Transfer
 
 if TYPE_CHECKING:
@@ -200,16 +201,16 @@ class Offloader:
         # Row by row of what the sequence has: its pages so far, then what came.
         pages = [*fetch.held, *(span.pages[0] for span in spans[:num_good])]
         self.cache.ledger.adopt(pages[len(fetch.held) :])
-        self.cache.index(load.root, load.digests, pages, len(fetch.held), len(pages))
+        brought: set[PrefixNode | Checkpoint] = {*self.cache.index(load.root, load.digests, pages, len(fetch.held), len(pages))}
         rest = [page for span in spans[num_good:num_kv] for page in span.pages]
         if fetch.needs_state and num_good == num_kv and arrived[-1]:
-            self.cache.adopt_image(load.digests[-1], fetch.num_pages * self._page_size, spans[-1].pages)
+            brought.add(self.cache.adopt_image(load.digests[-1], fetch.num_pages * self._page_size, spans[-1].pages))
         elif fetch.needs_state:
             rest += spans[-1].pages
         self.cache.ledger.release_leased(rest)
         self.cache.release(pages)
         for request in load.requests:
-            request.prefix.fetched_to = max(request.prefix.fetched_to, len(pages) * self._page_size)
+            request.prefix.brought |= brought
 
     # Stores.
 

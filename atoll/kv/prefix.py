@@ -157,12 +157,13 @@ class PrefixCache:
             and (checkpoint is None or match.is_pinned == (checkpoint.num_pins > 0))
         )
 
-    def index(self, root: bytes, digests: Sequence[bytes], pages: list[int], first: int, end: int) -> None:
-        """Name a request's pages `first` to `end`, which are full of computed rows; those before are named.
+    def index(self, root: bytes, digests: Sequence[bytes], pages: list[int], first: int, end: int) -> list[PrefixNode]:
+        """Name a request's pages `first` to `end`, which are full of computed rows; those before are named. Returns what is new in the tree.
 
         Where the tree has a page of that name already, because two requests computed it at the same time or because the state had to be computed again, that
         page takes the place of the request's own in `pages`: so whoever holds a page of the tree holds its whole prefix, and no page stays because of a twin.
         """
+        added = []
         for number in range(first, end):
             digest = digests[number]
             node = self._tree.get(digest)
@@ -177,6 +178,8 @@ class PrefixCache:
             if node.parent is not None:
                 self._queue.discard(node.parent)
             self._gone_pages.pop(digest, None)
+            added.append(node)
+        return added
 
     # Checkpoints.
 
@@ -220,9 +223,11 @@ class PrefixCache:
         self.stats.num_saved_checkpoints += self._install(checkpoint)
         return checkpoint.is_published
 
-    def adopt_image(self, digest: bytes, position: int, pages: Sequence[int]) -> None:
-        """Publish the state that a load brought, at the end of an indexed page, unless there is one already."""
-        self._install(Checkpoint(digest, position, self.ledger.adopt_image(pages)))
+    def adopt_image(self, digest: bytes, position: int, pages: Sequence[int]) -> Checkpoint:
+        """Publish the state that a load brought, at the end of an indexed page, unless there is one already: then it is gone."""
+        checkpoint = Checkpoint(digest, position, self.ledger.adopt_image(pages))
+        self._install(checkpoint)
+        return checkpoint
 
     def _install(self, checkpoint: Checkpoint) -> bool:
         node = self._tree.get(checkpoint.digest)
