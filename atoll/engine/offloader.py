@@ -5,7 +5,7 @@ A load is a prefetch into the prefix cache: once its pages are in the tree, the 
 
 import itertools
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -51,7 +51,7 @@ class _Store:
     """A store that has not ended."""
 
     request_id: int
-    checkpoint: Checkpoint | None  # pinned, for the state among what is stored
+    checkpoints: list[Checkpoint]  # pinned, for the states among what is stored
     lease: "_Lease | None" = None  # None: the request still holds the pages
 
 
@@ -80,8 +80,8 @@ class Offloader:
         self._loading: dict[tuple[BlobKind, bytes], _Load] = {}
         self._stores: dict[int, _Store] = {}
         self._leases: list[_Lease] = []
-        self._indexed: dict[int, list[Span]] = {}  # by request: filled by its last step, not offered yet
-        self._published: dict[int, Checkpoint] = {}
+        # By request: what its last step has left, not offered yet; for a state its checkpoint.
+        self._noted: defaultdict[int, dict[Span, Checkpoint | None]] = defaultdict(dict)
 
     @property
     def num_parked(self) -> int:
@@ -217,27 +217,35 @@ class Offloader:
     def note_pages(self, request: "Request", first: int, end: int) -> None:
         """Pages `first` to `end` of a request have been filled and named."""
         numbered = zip(request.prefix.digests[first:end], request.pages[first:end], strict=True)
-        self._indexed.setdefault(request.request_id, []).extend(Span(BlobKind.KV, digest, (page,)) for digest, page in numbered)
+        self._noted[request.request_id].update((Span(BlobKind.KV, digest, (page,)), None) for digest, page in numbered)
 
     def note_state(self, request: "Request", checkpoint: Checkpoint) -> None:
         """A request has published a checkpoint that is worth keeping beyond the pool."""
-        self._published[request.request_id] = checkpoint
+        self._noted[request.request_id][Span(BlobKind.STATE, checkpoint.digest, checkpoint.pages)] = checkpoint
+
+    def note_all(self, request: "Request") -> None:
+        """A request ends: whatever of it is in the pool is offered once more, since the connector may have refused some, or given it up since.
+
+        Each state behind its own page: of a connector that is soon full, what fits is a prefix that can be used.
+        """
+        pages = request.pages[: request.prefix.num_indexed]
+        for number, checkpoint in enumerate(self.cache.checkpoints(pages)):
+            self.note_pages(request, number, number + 1)
+            if checkpoint is not None:
+                self.note_state(request, checkpoint)
 
     def offer(self, request: "Request") -> None:
-        """Have the connector take what it wants of the request's last step."""
-        spans = self._indexed.pop(request.request_id, [])
-        checkpoint = self._published.pop(request.request_id, None)
-        if checkpoint is not None and checkpoint.is_published:
-            spans.append(Span(BlobKind.STATE, checkpoint.digest, checkpoint.pages))
-        if not spans:
-            return
-        taken = self.connector.prepare_store(Transfer(next(self._generations), tuple(spans)))
+        """Have the connector take what it wants of what was noted."""
+        noted = self._noted.pop(request.request_id, {})
+        # A checkpoint may have been evicted since.
+        spans = tuple(span for span, checkpoint in noted.items() if checkpoint is None or checkpoint.is_published)
+        taken = self.connector.prepare_store(Transfer(next(self._generations), spans)) if spans else None
         if taken is None:
             return
-        pinned = checkpoint if checkpoint is not None and any(span.kind is BlobKind.STATE for span in taken.spans) else None
-        if pinned is not None:
-            self.cache.pin(pinned)
-        self._stores[taken.generation] = _Store(request.request_id, pinned)
+        checkpoints = [checkpoint for span in taken.spans if (checkpoint := noted[span]) is not None]
+        for checkpoint in checkpoints:
+            self.cache.pin(checkpoint)
+        self._stores[taken.generation] = _Store(request.request_id, checkpoints)
 
     def keep(self, request: "Request", *, discard: bool) -> bool:
         """A request stops running. True: its pages are leased to its stores, and are given back when these have ended.
@@ -245,8 +253,7 @@ class Offloader:
         `discard`: what it computed is not to be kept anywhere.
         """
         if discard:
-            self._indexed.pop(request.request_id, None)
-            self._published.pop(request.request_id, None)
+            self._noted.pop(request.request_id, None)
             self.connector.forget(request.prefix.digests)
         else:
             rolling = request.prefix.rolling
@@ -272,8 +279,8 @@ class Offloader:
 
     def _end_store(self, generation: int) -> None:
         store = self._stores.pop(generation)
-        if store.checkpoint is not None:
-            self.cache.unpin(store.checkpoint, hit=False)
+        for checkpoint in store.checkpoints:
+            self.cache.unpin(checkpoint, hit=False)
         if store.lease is None:
             return
         store.lease.generations.discard(generation)
@@ -296,4 +303,4 @@ class Offloader:
         return Counter(page for lease in self._leases for page in lease.pages)
 
     def pins(self) -> Counter[Checkpoint]:
-        return Counter(store.checkpoint for store in self._stores.values() if store.checkpoint is not None)
+        return Counter(checkpoint for store in self._stores.values() for checkpoint in store.checkpoints)

@@ -111,6 +111,8 @@ class Scheduler:
         else:
             assert self.offloader is not None
             self.offloader.leave(request)
+        if self.offloader is not None and not discard:
+            self.offloader.note_all(request)
         self._release(request, discard=discard)
 
     def complete(self, completions: Sequence[Completion]) -> None:

@@ -145,17 +145,8 @@ class PrefixCache:
         return Match(len(chain) * self._page_size, pages, checkpoint, num_indexed, resident, num_held, next_digest, is_pinned, num_evictable, +misses)
 
     def stands(self, match: Match) -> bool:
-        """Whether the same pages and states would be found again, in the same hands, though perhaps with other reasons: cheaper than to walk again."""
-        resident, num_held, checkpoint = match.resident, match.num_held, match.checkpoint
-        # Pages leave from the end, so where the last one is, all are; and whoever holds one holds those before it.
-        return (
-            (not resident or self._tree.get(resident[-1].digest) is resident[-1])
-            and (match.next_digest is None or match.next_digest not in self._tree)
-            and (num_held == 0 or resident[num_held - 1].is_held)
-            and (num_held == len(resident) or not resident[num_held].is_held)
-            and (not self.image_pages or next((node.checkpoint for node in reversed(resident) if node.checkpoint is not None), None) is checkpoint)
-            and (checkpoint is None or match.is_pinned == (checkpoint.num_pins > 0))
-        )
+        """Whether the same would be found again; see `Match.stands`."""
+        return match.stands(self._tree)
 
     def index(self, root: bytes, digests: Sequence[bytes], pages: list[int], first: int, end: int) -> list[PrefixNode]:
         """Name a request's pages `first` to `end`, which are full of computed rows; those before are named. Returns what is new in the tree.
@@ -191,6 +182,10 @@ class PrefixCache:
         self._expected[digest] -= 1
         if not self._expected[digest]:
             del self._expected[digest]
+
+    def checkpoints(self, pages: Sequence[int]) -> list[Checkpoint | None]:
+        """For each of a request's indexed pages, the published checkpoint at its end."""
+        return [node.checkpoint if node is not None else None for node in map(self._tree.of_page, pages)]
 
     def worth(self, digests: Sequence[bytes]) -> float:
         """Value of a state after the last of these pages; 0: there is one already, or about to be."""

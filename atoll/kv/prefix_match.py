@@ -1,11 +1,11 @@
-"""What the prefix cache has of a sequence's beginning, as one walk found it; knows no tree and no eviction."""
+"""What the prefix cache has of a sequence's beginning, as one walk found it; knows no ledger and no eviction."""
 
 from collections import Counter
 from dataclasses import dataclass
 
 from atoll.kv.checkpoint import Checkpoint
 from atoll.kv.prefix_stats import MissReason
-from atoll.kv.prefix_tree import PrefixNode
+from atoll.kv.prefix_tree import PrefixNode, PrefixTree
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,19 @@ class Match:
     is_pinned: bool  # the checkpoint
     num_evictable: int  # pages, those of the checkpoint too, that nobody holds: whoever acquires the match makes them unavailable
     misses: Counter[MissReason]  # the other tokens by reason
+
+    def stands(self, tree: PrefixTree) -> bool:
+        """Whether the same pages and states would be found again, in the same hands, though perhaps with other reasons: cheaper than to walk again."""
+        num_held, checkpoint, resident, num_usable = self.num_held, self.checkpoint, self.resident, len(self.pages)
+        # Pages leave from the end, so where the last one is, all are; and whoever holds one holds those before it.
+        return (
+            (not resident or tree.get(resident[-1].digest) is resident[-1])
+            and (self.next_digest is None or self.next_digest not in tree)
+            and (num_held == 0 or resident[num_held - 1].is_held)
+            and (num_held == len(resident) or not resident[num_held].is_held)
+            and all(node.checkpoint is None for node in resident[num_usable:])
+            and (checkpoint is None or (resident[num_usable - 1].checkpoint is checkpoint and self.is_pinned == (checkpoint.num_pins > 0)))
+        )
 
 
 NO_MATCH = Match(0, [], None, 0, (), 0, None, False, 0, Counter())

@@ -158,7 +158,10 @@ class Connector(Protocol):
         ...
 
     def prepare_store(self, store: Transfer) -> Transfer | None:
-        """What the connector takes of the blobs on offer, perhaps less; None: nothing (it has them all, or no room)."""
+        """What the connector takes of the blobs on offer, perhaps less; None: nothing (it has them all, or no room).
+
+        Offered as they are written, and all of a request's once more when it ends: those that are here, or on their way, are not taken again.
+        """
         ...
 
     def build_metadata(self, fence: int, clears: Sequence[int]) -> Metadata:

@@ -90,14 +90,19 @@ class TieredConnector:
     def prepare_store(self, store: Transfer) -> Transfer | None:
         spans: list[Span] = []
         blobs: list[Blob] = []
+        held: list[Blob] = []
+        # What is offered may be one chain: its end gives way to its beginning, and never the other way round.
+        self._touch([*dict.fromkeys(span.digest for span in store.spans)])
         for span in store.spans:
             key = _key(span)
-            if key in self.host or self._on_disk(key) is not None:
-                continue
-            blob = self._reserve_host(key, len(span.pages))
-            if blob is not None:
+            here = self.host.get(key)
+            if here is not None:
+                self.host.pin(here)
+                held.append(here)
+            elif self._on_disk(key) is None and (blob := self._reserve_host(key, len(span.pages))) is not None:
                 spans.append(span)
                 blobs.append(blob)
+        self._unpin(held)
         if not spans:
             return None
         taken = replace(store, spans=tuple(spans), note=tuple(slot for blob in blobs for slot in blob.slots))
