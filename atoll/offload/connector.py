@@ -60,14 +60,21 @@ class TieredConnector:
         self._stats = ConnectorStats()
 
     def lookup(self, digests: Sequence[bytes], first: int) -> Found:
-        num_pages = 0
-        while first + num_pages < len(digests) and self._finds((BlobKind.KV, digests[first + num_pages])):
-            num_pages += 1
-        # A state behind a page that is missing is of no use: asked for every step while a request waits, this must be short.
-        reached = digests[: first + num_pages]
-        states = frozenset(i + 1 for i, digest in enumerate(reached) if self._finds((BlobKind.STATE, digest)))
-        self._touch(reached)
-        return Found(num_pages, states)
+        # A load holds all of its blobs in the host tier at once: no more is promised than it has room for.
+        room, num_pages, states = self.host.num_available, 0, set()
+        for number, digest in enumerate(digests, 1):
+            if number > first:
+                num_slots = self._slots_to_hold((BlobKind.KV, digest))
+                # A state behind a page that is missing is of no use.
+                if num_slots is None or num_slots > room:
+                    break
+                room -= num_slots
+                num_pages += 1
+            num_slots = self._slots_to_hold((BlobKind.STATE, digest))
+            if num_slots is not None and num_slots <= room:
+                states.add(number)
+        self._touch(digests[: first + num_pages])
+        return Found(num_pages, frozenset(states))
 
     def after_allocation(self, load: Transfer) -> bool:
         # What is here is held before room is made for the rest; states first, since a hybrid model has no use for pages alone.
@@ -180,9 +187,15 @@ class TieredConnector:
     def _tiers(self) -> list[Tier]:
         return [self.host] if self.disk is None else [self.host, self.disk]
 
-    def _finds(self, key: Key) -> bool:
+    def _slots_to_hold(self, key: Key) -> int | None:
+        """Host slots that a load of this blob would hold and nothing holds yet; None: it is not to be had."""
         blob = self.host.get(key)
-        return (blob is not None and (blob.is_whole or blob.move is not None)) or self._on_disk(key) is not None
+        if blob is None:
+            stored = self._on_disk(key)
+            return len(stored.slots) if stored is not None else None
+        if not blob.is_whole and blob.move is None:
+            return None
+        return len(blob.slots) if blob.num_pins == 0 else 0
 
     def _on_disk(self, key: Key) -> Blob | None:
         blob = self.disk.get(key) if self.disk is not None else None
