@@ -110,6 +110,7 @@ class TierStats:
     num_blobs: int = 0
     num_evicted: int = 0  # blobs
     num_failures: int = 0  # operations
+    is_suspect: bool = False  # it does not answer, and is tried only now and then
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,53 +5,42 @@ comes from host slots; blobs that only the disk has are read into host slots fir
 load is handed to the worker in a later step than it was accepted. Whatever is in flight holds a pin on its blobs, so that no slot has two writers.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from atoll.offload.base import BlobKind, Completion, ConnectorStats, Found, Metadata, Span, Transfer
+from atoll.offload.in_flight import FileMove, Load, Store
 from atoll.offload.lru import Blob, Key, Tier
 from atoll.offload.moves import Move, MoveKind
+from atoll.offload.suspicion import Suspicion
 
 # One in so many of the host tier's slots is held for the disk's writes at most: the rest stays free for what is stored next. What is evicted before its turn
 # is not written.
 _BACKLOG_SHARE = 4
 
 
-@dataclass(eq=False, slots=True)
-class _Load:
-    transfer: Transfer
-    blobs: list[Blob | None]  # for each span; None: it is lost, and will not arrive
-    waits_for: set[int] = field(default_factory=set)  # generations of moves
-    is_sent: bool = False
-    error: str | None = None  # why a blob was lost
-
-
-@dataclass(eq=False, slots=True)
-class _Store:
-    transfer: Transfer
-    blobs: list[Blob]
-    is_sent: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class _FileMove:
-    move: Move
-    host: Blob
-    disk: Blob | None = None
-
-
 class TieredConnector:
     """See `atoll.offload.base.Connector`. `host` and `disk` are their tiers' books, with what files held from before adopted."""
 
-    def __init__(self, host: Tier, disk: Tier | None = None, *, is_mapped: bool = False) -> None:
+    def __init__(
+        self,
+        host: Tier,
+        disk: Tier | None = None,
+        *,
+        is_mapped: bool = False,
+        timeout_s: float = 30.0,  # that a load waits for the disk
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.host = host
         self.disk = disk
+        self._suspicion = Suspicion(timeout_s, clock)  # of the disk
         self._is_mapped = is_mapped
         self._recorded = {slot for key in host.keys if (blob := host.get(key)) for slot in blob.slots} if is_mapped else set()
-        self._loads: dict[int, _Load] = {}
-        self._stores: dict[int, _Store] = {}
-        self._moves: dict[int, _FileMove] = {}
+        self._loads: dict[int, Load] = {}
+        self._stores: dict[int, Store] = {}
+        self._moves: dict[int, FileMove] = {}
         self._queue: list[Move] = []  # for the next metadata, in order
         self._ended: list[Completion] = []  # loads of which nothing was left to load
         self._num_writing = 0  # host slots on their way to the disk
@@ -91,7 +80,7 @@ class TieredConnector:
                 blob.move = self._start(MoveKind.VERIFY, blob)
         waits_for = {blob.move for blob in held if blob.move is not None}
         error = None if len(held) == len(blobs) else "a blob is gone, or the host tier has no room for it"
-        self._loads[load.generation] = _Load(load, blobs, waits_for, error=error)
+        self._loads[load.generation] = Load(load, blobs, waits_for, error=error)
         return True
 
     def prepare_store(self, store: Transfer) -> Transfer | None:
@@ -113,7 +102,7 @@ class TieredConnector:
         if not spans:
             return None
         taken = replace(store, spans=tuple(spans), note=tuple(slot for blob in blobs for slot in blob.slots))
-        self._stores[store.generation] = _Store(taken, blobs)
+        self._stores[store.generation] = Store(taken, blobs)
         return taken
 
     def build_metadata(self, fence: int, clears: Sequence[int]) -> Metadata:
@@ -132,6 +121,8 @@ class TieredConnector:
                 self._end_load(self._loads.pop(completion.generation), completion)
             elif (store := self._stores.get(completion.generation)) is not None and store.is_sent:
                 self._end_store(self._stores.pop(completion.generation), completion)
+        if self._suspicion.has_late_reads():
+            self._give_up_reads()
         ended, self._ended = self._ended, []
         return ended
 
@@ -172,7 +163,10 @@ class TieredConnector:
 
     @property
     def stats(self) -> ConnectorStats:
-        return replace(self._stats, tiers=tuple(tier.stats() for tier in self._tiers))
+        tiers = [self.host.stats()]
+        if self.disk is not None:
+            tiers.append(replace(self.disk.stats(), is_suspect=self._suspicion.is_suspect))
+        return replace(self._stats, tiers=tuple(tiers))
 
     def check(self) -> None:
         """Recount both tiers' books. AssertionError where they disagree."""
@@ -193,11 +187,15 @@ class TieredConnector:
         if blob is None:
             stored = self._on_disk(key)
             return len(stored.slots) if stored is not None else None
-        if not blob.is_whole and blob.move is None:
+        if not blob.is_coming:
             return None
         return len(blob.slots) if blob.num_pins == 0 else 0
 
     def _on_disk(self, key: Key) -> Blob | None:
+        """A blob that the disk has, and may be asked for."""
+        return self._stored(key) if self._suspicion.may_ask else None
+
+    def _stored(self, key: Key) -> Blob | None:
         blob = self.disk.get(key) if self.disk is not None else None
         return blob if blob is not None and blob.is_whole else None
 
@@ -210,14 +208,14 @@ class TieredConnector:
     def _hold(self, span: Span) -> Blob | None:
         """A blob of the host tier, pinned, if it is there or on its way from the disk."""
         blob = self.host.get(_key(span))
-        if blob is None or not (blob.is_whole or blob.move is not None) or len(blob.slots) != len(span.pages):
+        if blob is None or not blob.is_coming or len(blob.slots) != len(span.pages):
             return None
         self.host.pin(blob)
         return blob
 
     def _promote(self, span: Span) -> Blob | None:
         """Have a blob that only the disk has read into host slots; pinned for the caller."""
-        key, stored = _key(span), self._on_disk(_key(span))
+        key, stored = _key(span), self._stored(_key(span))
         if self.disk is None or stored is None or key in self.host or len(stored.slots) != len(span.pages):
             return None
         blob = self._reserve_host(key, len(stored.slots))
@@ -247,16 +245,20 @@ class TieredConnector:
         blob_kind, digest = host.key
         move = Move(generation, kind, host.slots, disk.slots if disk is not None else (), blob_kind, digest)
         self.host.pin(host)
-        self._moves[generation] = _FileMove(move, host, disk)
+        self._moves[generation] = FileMove(move, host, disk)
+        if kind is MoveKind.READ:
+            self._suspicion.began(generation)
         self._queue.append(move)
         return generation
 
-    def _end_move(self, ended: _FileMove, completion: Completion) -> None:
+    def _end_move(self, ended: FileMove, completion: Completion) -> None:
         kind, host, disk = ended.move.kind, ended.host, ended.disk
         if not completion.ok:
             (self.host if disk is None else self._disk).num_failures += 1
+        if kind is MoveKind.READ:
+            self._suspicion.ended(completion.generation, ok=completion.ok)
         if kind in (MoveKind.READ, MoveKind.VERIFY):
-            host.move = None
+            host.move, host.is_late = None, False
             if completion.ok:
                 host.is_whole = host.is_verified = True
             else:
@@ -283,6 +285,13 @@ class TieredConnector:
         self.host.unpin(host)
         self._write_some()
 
+    def _give_up_reads(self) -> None:
+        """The disk does not answer: loads go on without what they wait for. What reads bring in the end serves those who come then."""
+        for generation, one in self._moves.items():
+            if one.move.kind is MoveKind.READ and not one.host.is_late:
+                one.host.is_late = True
+                self._wake_loads(generation, one.host, Completion(generation, (False,), error="the disk does not answer"))
+
     def _wake_loads(self, generation: int, blob: Blob, completion: Completion) -> None:
         for load in [load for load in self._loads.values() if generation in load.waits_for]:
             load.waits_for.discard(generation)
@@ -296,12 +305,12 @@ class TieredConnector:
                 del self._loads[load.transfer.generation]
                 self._count_load(Completion(load.transfer.generation, (False,) * len(load.blobs), error=load.error))
 
-    def _send_load(self, load: _Load) -> Transfer:
+    def _send_load(self, load: Load) -> Transfer:
         load.is_sent = True
         spans = tuple(span for span, blob in zip(load.transfer.spans, load.blobs, strict=True) if blob is not None)
         return replace(load.transfer, spans=spans, note=tuple(slot for blob in load.blobs if blob is not None for slot in blob.slots))
 
-    def _end_load(self, load: _Load, completion: Completion) -> None:
+    def _end_load(self, load: Load, completion: Completion) -> None:
         told = iter(completion.arrived)
         arrived = []
         for blob in load.blobs:
@@ -319,7 +328,7 @@ class TieredConnector:
         self._stats = self._stats.with_load(completion)
         self._ended.append(completion)
 
-    def _end_store(self, store: _Store, completion: Completion) -> None:
+    def _end_store(self, store: Store, completion: Completion) -> None:
         told = iter(completion.arrived)
         for blob in store.blobs:
             if not next(told, False):

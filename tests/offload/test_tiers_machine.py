@@ -15,7 +15,8 @@ class TierMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.connector = make_connector(6, 9, is_mapped=True)
+        self.now_s = 0.0
+        self.connector = make_connector(6, 9, is_mapped=True, clock=lambda: self.now_s)
         self.worker = FakeWorker()
         self.generation = 0
         self.page = 0
@@ -79,6 +80,12 @@ class TierMachine(RuleBasedStateMachine):
                 generation = data.draw(st.sampled_from(sorted(known)))
                 if self.connector.cancel(generation):
                     del known[generation]
+
+    @rule(seconds=st.sampled_from([1.0, 10.0, 60.0]))
+    def wait(self, seconds: float) -> None:
+        """Reads become too late, and a suspect disk is tried again."""
+        self.now_s += seconds
+        self.told(self.connector.complete([]))
 
     @rule(number=st.integers(0, 7))
     def forget(self, number: int) -> None:

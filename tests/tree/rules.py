@@ -35,6 +35,8 @@ NO_TORCH = (
     "atoll.kv.guard",
     "atoll.offload.base",
     "atoll.offload.connector",
+    "atoll.offload.in_flight",
+    "atoll.offload.suspicion",
     "atoll.offload.lru",
     "atoll.offload.moves",
     "atoll.offload.options",
