@@ -4,12 +4,14 @@ A load is a prefetch into the prefix cache: once its pages are in the tree, the 
 """
 
 import itertools
+import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from atoll.errors import counted
 from atoll.kv.checkpoint import Checkpoint
 from atoll.kv.prefix import PrefixCache
 from atoll.kv.prefix_match import Match
@@ -18,6 +20,8 @@ from atoll.offload.base import BlobKind, Completion, Connector, Span, Transfer
 
 if TYPE_CHECKING:
     from atoll.engine.request import Request
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class _Store:
 
     request_id: int
     checkpoints: list[Checkpoint]  # pinned, for the states among what is stored
+    began_s: float
     lease: "_Lease | None" = None  # None: the request still holds the pages
 
 
@@ -80,6 +85,7 @@ class Offloader:
         self._loading: dict[tuple[BlobKind, bytes], _Load] = {}
         self._stores: dict[int, _Store] = {}
         self._leases: list[_Lease] = []
+        self._was_stuck = False  # and it was said
         # By request: what its last step has left, not offered yet; for a state its checkpoint.
         self._noted: defaultdict[int, dict[Span, Checkpoint | None]] = defaultdict(dict)
 
@@ -98,6 +104,13 @@ class Offloader:
         return bool(self._loads or self._stores)
 
     @property
+    def is_stuck(self) -> bool:
+        """Whether a transfer takes longer than is waited for. Then none begins: it might end as little, and its pages are leased until it has."""
+        # The oldest come first.
+        oldest = [next(iter(self._loads.values()), None), next(iter(self._stores.values()), None)]
+        return any(one is not None and self._clock() - one.began_s >= self.timeout_s for one in oldest)
+
+    @property
     def frees_pages(self) -> bool:
         """Whether pages in flight come back soon, without anybody's being preempted."""
         now_s = self._clock()
@@ -110,7 +123,7 @@ class Offloader:
     def look_up(self, request: "Request", match: Match) -> "Fetch | _Load | None":
         """What would make more of a request's tokens usable than `match`; or a load in flight that brings some of it; None: nothing does."""
         use = request.prefix
-        if use.has_fetched or not self.cache.enabled or request.params.prompt_logprobs is not None:
+        if use.has_fetched or not self.cache.enabled or request.params.prompt_logprobs is not None or self.is_stuck:
             return None
         num_resident = len(match.resident)
         digests = use.digests[: (request.num_tokens - 1) // self._page_size]
@@ -169,7 +182,20 @@ class Offloader:
                 given_up += load.requests
                 load.requests = []
                 self._cancel_unwanted(load)
+        self._tell_of_stuck()
         return given_up
+
+    def _tell_of_stuck(self) -> None:
+        was_stuck, self._was_stuck = self._was_stuck, self.is_stuck
+        if self._was_stuck and not was_stuck:
+            log.warning(
+                "%s in flight, the oldest for more than %.1f s (--offload-timeout-s): until they have ended their pages are leased, and nothing else is "
+                "offloaded or fetched",
+                counted(len(self._loads) + len(self._stores), "transfer"),
+                self.timeout_s,
+            )
+        elif was_stuck and not self._was_stuck:
+            log.info("the transfers that hung have ended; pages are offloaded and fetched again")
 
     def complete(self, completions: Sequence[Completion]) -> "list[Request]":
         """Take the workers' reports; the requests that wait no more."""
@@ -239,13 +265,13 @@ class Offloader:
         noted = self._noted.pop(request.request_id, {})
         # A checkpoint may have been evicted since.
         spans = tuple(span for span, checkpoint in noted.items() if checkpoint is None or checkpoint.is_published)
-        taken = self.connector.prepare_store(Transfer(next(self._generations), spans)) if spans else None
+        taken = self.connector.prepare_store(Transfer(next(self._generations), spans)) if spans and not self.is_stuck else None
         if taken is None:
             return
         checkpoints = [checkpoint for span in taken.spans if (checkpoint := noted[span]) is not None]
         for checkpoint in checkpoints:
             self.cache.pin(checkpoint)
-        self._stores[taken.generation] = _Store(request.request_id, checkpoints)
+        self._stores[taken.generation] = _Store(request.request_id, checkpoints, self._clock())
 
     def keep(self, request: "Request", *, discard: bool) -> bool:
         """A request stops running. True: its pages are leased to its stores, and are given back when these have ended.
