@@ -348,6 +348,9 @@ class TieredConnector:
             self._start(MoveKind.RECORD, blob)
         if self.disk is not None:
             self._unsaved.append(blob.key)
+            if len(self._unsaved) > 2 * self.host.num_slots:
+                # The disk does not keep up: most of these have been evicted.
+                self._unsaved = deque(key for key in dict.fromkeys(self._unsaved) if key in self.host)
             self._write_some()
 
     def _write_some(self) -> None:

@@ -144,6 +144,21 @@ def test_a_slow_disk_holds_a_quarter_of_the_host_tier_and_gets_the_rest_later() 
     assert {int.from_bytes(name) for _, name in connector.disk.keys} == {1, 2, *range(21, 27)}
 
 
+def test_a_disk_that_never_writes_costs_no_memory() -> None:
+    connector, worker = make_connector(8, 1000), FakeWorker()
+    for number in range(1, 200):
+        assert connector.prepare_store(Transfer(number, (kv(number, number),))) is not None
+        worker.run(connector.build_metadata(0, ()))
+        connector.complete([done for i in reversed(range(len(worker.in_flight))) if worker.in_flight[i][0] == "store" for done in worker.finish(i)])
+        # The first that waits to be written stays in use.
+        connector.lookup([digest(3)], 0)
+    assert len(connector._unsaved) <= 2 * connector.host.num_slots
+    # What is left is written when the disk does, the first that came first.
+    turn(connector, worker)
+    assert connector.disk is not None
+    assert {int.from_bytes(name) for _, name in connector.disk.keys} == {1, 2, 3, *range(195, 200)}
+
+
 def on_disk_alone(num_host: int) -> tuple[TieredConnector, FakeWorker]:
     """A chain of eight pages, with states after the second and the last, in front of which the host tier holds something else."""
     connector, worker = make_connector(num_host, 40), FakeWorker()
