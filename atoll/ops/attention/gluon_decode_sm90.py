@@ -41,9 +41,14 @@ _TMA_ALIGN_BYTES = 16
 
 def supports(spec: DecodeSpec, device: torch.device) -> str | None:
     """Why this backend cannot run `spec` on `device`, or None if it can."""
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
+    if not runs_on(device):
         return f"device {device} is not an NVIDIA GPU of compute capability 9.0"
     return refusal(spec)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether a launch for tensors on `device` runs; the probe's interpreter, where it stands in for the GPU, replaces this."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def refusal(spec: DecodeSpec) -> str | None:
