@@ -177,15 +177,15 @@ def decode_balanced_kernel(
         i_pair = i_b * num_kv_heads + (here - pair_lo) // num_tiles
         pair_lo += (here - pair_lo) // num_tiles * num_tiles
 
-        k_smem, v_smem, bars = _make_ring(k_desc, v_desc, TILE, W, STAGES)
+        k_smem, v_smem, k_bars, v_bars = _make_ring(k_desc, v_desc, TILE, W, STAGES)
         i_slot = 0
         phase = 0
         table_ptr = page_table_ptr + i_b.to(gl.int64) * stride_table_b
         tile_lo = first_tile + here - pair_lo
         tile_hi = gl.minimum(first_tile + end - pair_lo, last_tile)
         page0, page1, page2, page3 = _first_copies(
-            k_desc, v_desc, k_smem, v_smem, bars, i_slot, table_ptr, tile_lo, tile_hi, row_lo, row_hi, i_pair % num_kv_heads,
-            TILE, S, WINDOW, MASK_KV, STAGES,
+            k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, table_ptr, tile_lo, tile_hi, row_lo, row_hi, i_pair % num_kv_heads,
+            TILE, S, WINDOW, STAGES,
         )  # fmt: skip
         while here < end:
             i_b = i_pair // num_kv_heads
@@ -199,7 +199,7 @@ def decode_balanced_kernel(
             if FP8 and not PER_TOKEN:
                 q_scale = q_scale * gl.load(k_scale_ptr)
             acc0, acc1, p_sum, b_max, v_unit, i_slot, phase = _attend_tiles(
-                k_desc, v_desc, k_smem, v_smem, bars, i_slot, phase, page0, page1, page2, page3, page_table_ptr + i_b.to(gl.int64) * stride_table_b,
+                k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, phase, page0, page1, page2, page3, page_table_ptr + i_b.to(gl.int64) * stride_table_b,
                 k_scale_ptr + i_h.to(gl.int64) * stride_ks_h if PER_TOKEN else k_scale_ptr,
                 v_scale_ptr + i_h.to(gl.int64) * stride_vs_h if PER_TOKEN else v_scale_ptr,
                 q0, q1, q_scale, soft_cap, i_h, tile_lo, tile_hi, row_lo, row_hi, window, query_len, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
@@ -214,8 +214,8 @@ def decode_balanced_kernel(
             # Every warp is past its reads of the last tiles: their places can be filled.
             program_barrier()
             page0, page1, page2, page3 = _first_copies(
-                k_desc, v_desc, k_smem, v_smem, bars, i_slot, page_table_ptr + next_b.to(gl.int64) * stride_table_b, next_first,
-                gl.minimum(next_first + end - stop, next_last), next_lo, next_hi, i_next % num_kv_heads, TILE, S, WINDOW, MASK_KV, STAGES,
+                k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, page_table_ptr + next_b.to(gl.int64) * stride_table_b, next_first,
+                gl.minimum(next_first + end - stop, next_last), next_lo, next_hi, i_next % num_kv_heads, TILE, S, WINDOW, STAGES,
             )  # fmt: skip
 
             v_scale = 1.0

@@ -63,8 +63,11 @@ def _owns(first, row_lo, row_hi, S: gl.constexpr, WINDOW: gl.constexpr):
 
 
 @gluon.jit
-def _pages_of_tile(table_ptr, i_tile, tile_hi, row_lo, row_hi, TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr, MASK_KV: gl.constexpr):
-    """Page ids of a tile. Entries of pages without an owned row, and of tiles past the last, are not read: they may hold anything."""
+def _pages_of_tile(table_ptr, i_tile, tile_hi, row_lo, row_hi, TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr):
+    """Page ids of a tile. Entries of pages without an owned row, and of tiles past the last, are not read: they may hold anything.
+
+    In place of such a page stands an owned one of the same tile, so that every copy may run: its rows are masked by their place in the tile.
+    """
     wanted = i_tile < tile_hi
     if S >= TILE:
         page0 = gl.load(table_ptr + i_tile * TILE // S, mask=wanted, other=0)
@@ -86,50 +89,36 @@ def _pages_of_tile(table_ptr, i_tile, tile_hi, row_lo, row_hi, TILE: gl.constexp
             page2 = gl.load(table_ptr + first + 2, mask=m2, other=0)
             page3 = gl.load(table_ptr + first + 3, mask=m3, other=0)
             some = gl.where(m0 | m1, some, gl.where(m2, page2, page3))
-        if not MASK_KV:
-            # Every row of the tile meets the multiply, so that all must be copied: the caller promises finite rows in pages that the sequence owns.
-            page0 = gl.where(m0, page0, some)
-            page1 = gl.where(m1, page1, some)
-            if NUM == 4:
-                page2 = gl.where(m2, page2, some)
-                page3 = gl.where(m3, page3, some)
-        return page0, page1, page2, page3
+            page2 = gl.where(m2, page2, some)
+            page3 = gl.where(m3, page3, some)
+        return gl.where(m0, page0, some), gl.where(m1, page1, some), page2, page3
 
 
 @gluon.jit
 def _copy_tile(
-    k_desc, v_desc, k_smem, v_smem, bars, i_slot, page0, page1, page2, page3, i_tile, tile_hi, row_lo, row_hi, i_h,
-    TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr, MASK_KV: gl.constexpr,
+    k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, page0, page1, page2, page3, i_tile, tile_hi, i_h, TILE: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
-    """Start the copies of a tile's K and V; pages without an owned row are not read."""
+    """Start the copies of a tile's K and V.
+
+    Both barriers are armed before the first copy, and K and V take turns: between two writes of one buffer the compiler has all warps wait for each other.
+    """
     ROWS: gl.constexpr = S if S < TILE else TILE
     NUM: gl.constexpr = TILE // ROWS
-    BYTES: gl.constexpr = 2 * ROWS * k_desc.block_type.shape[3] * 2
+    BYTES: gl.constexpr = TILE * k_desc.block_type.shape[3] * 2
     wanted = i_tile < tile_hi
-    bar = bars.index(i_slot)
+    k_bar = k_bars.index(i_slot)
+    v_bar = v_bars.index(i_slot)
+    mbarrier.expect(k_bar, BYTES, pred=wanted)
+    mbarrier.expect(v_bar, BYTES, pred=wanted)
     if NUM == 1:
         slot = i_tile * TILE % S
-        mbarrier.expect(bar, BYTES, pred=wanted)
-        tma.async_copy_global_to_shared(k_desc, [page0, i_h, slot, 0], bar, k_smem.index(i_slot), pred=wanted)
-        tma.async_copy_global_to_shared(v_desc, [page0, i_h, slot, 0], bar, v_smem.index(i_slot), pred=wanted)
+        tma.async_copy_global_to_shared(k_desc, [page0, i_h, slot, 0], k_bar, k_smem.index(i_slot), pred=wanted)
+        tma.async_copy_global_to_shared(v_desc, [page0, i_h, slot, 0], v_bar, v_smem.index(i_slot), pred=wanted)
     else:
-        if MASK_KV:
-            num_pages = 0
-            for i in gl.static_range(NUM):
-                num_pages += _owns(i_tile * TILE + i * S, row_lo, row_hi, S, WINDOW).to(gl.int32)
-            # How many bytes to expect is a constant of the instruction, so one of these runs.
-            if num_pages == NUM:
-                mbarrier.expect(bar, BYTES * NUM, pred=wanted)
-            else:
-                for i in gl.static_range(1, NUM):
-                    mbarrier.expect(bar, BYTES * i, pred=wanted & (num_pages == i))
-        else:
-            mbarrier.expect(bar, BYTES * NUM, pred=wanted)
         for i in gl.static_range(NUM):
             page = page0 if i == 0 else (page1 if i == 1 else (page2 if i == 2 else page3))
-            copied = wanted & _owns(i_tile * TILE + i * S, row_lo, row_hi, S, WINDOW) if MASK_KV else wanted
-            tma.async_copy_global_to_shared(k_desc, [page, i_h, 0, 0], bar, k_smem.index(i_slot).slice(i * S, S, dim=2), pred=copied)
-            tma.async_copy_global_to_shared(v_desc, [page, i_h, 0, 0], bar, v_smem.index(i_slot).slice(i * S, S, dim=2), pred=copied)
+            tma.async_copy_global_to_shared(k_desc, [page, i_h, 0, 0], k_bar, k_smem.index(i_slot).slice(i * S, S, dim=2), pred=wanted)
+            tma.async_copy_global_to_shared(v_desc, [page, i_h, 0, 0], v_bar, v_smem.index(i_slot).slice(i * S, S, dim=2), pred=wanted)
 
 
 @gluon.jit
@@ -319,22 +308,20 @@ def _load_query(
 
 @gluon.jit
 def _first_copies(
-    k_desc, v_desc, k_smem, v_smem, bars, i_slot, table_ptr, tile_lo, tile_hi, row_lo, row_hi, i_h,
-    TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr, MASK_KV: gl.constexpr, STAGES: gl.constexpr,
+    k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, table_ptr, tile_lo, tile_hi, row_lo, row_hi, i_h,
+    TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Start the copies of the first STAGES - 1 tiles into the slots from `i_slot` on. Returns the pages of the tile after them."""
     for i in gl.static_range(STAGES - 1):
-        page0, page1, page2, page3 = _pages_of_tile(table_ptr, tile_lo + i, tile_hi, row_lo, row_hi, TILE, S, WINDOW, MASK_KV)
-        _copy_tile(
-            k_desc, v_desc, k_smem, v_smem, bars, (i_slot + i) % STAGES, page0, page1, page2, page3, tile_lo + i, tile_hi, row_lo, row_hi, i_h,
-            TILE, S, WINDOW, MASK_KV,
-        )  # fmt: skip
-    return _pages_of_tile(table_ptr, tile_lo + STAGES - 1, tile_hi, row_lo, row_hi, TILE, S, WINDOW, MASK_KV)
+        page0, page1, page2, page3 = _pages_of_tile(table_ptr, tile_lo + i, tile_hi, row_lo, row_hi, TILE, S, WINDOW)
+        slot = (i_slot + i) % STAGES
+        _copy_tile(k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, slot, page0, page1, page2, page3, tile_lo + i, tile_hi, i_h, TILE, S)
+    return _pages_of_tile(table_ptr, tile_lo + STAGES - 1, tile_hi, row_lo, row_hi, TILE, S, WINDOW)
 
 
 @gluon.jit
 def _attend_tiles(
-    k_desc, v_desc, k_smem, v_smem, bars, i_slot, phase, page0, page1, page2, page3, table_ptr, k_scale_ptr, v_scale_ptr, q0, q1, q_scale, soft_cap,
+    k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, phase, page0, page1, page2, page3, table_ptr, k_scale_ptr, v_scale_ptr, q0, q1, q_scale, soft_cap,
     i_h, tile_lo, tile_hi, row_lo, row_hi, window, query_len, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
     GROUP: gl.constexpr, M: gl.constexpr, H: gl.constexpr, W: gl.constexpr, TILE: gl.constexpr, S: gl.constexpr, FP8: gl.constexpr,
     PER_TOKEN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, MULTI_QUERY: gl.constexpr, MASK_KV: gl.constexpr,
@@ -387,17 +374,15 @@ def _attend_tiles(
                 )  # fmt: skip
                 page = _pages_of_rows(table_ptr, i_tile + 2, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN, WINDOW)
                 page_all = _pages_of_rows(table_ptr, i_tile + 2, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN, WINDOW)
-                mbarrier.wait(bars.index(i_slot), phase)
+                mbarrier.wait(k_bars.index(i_slot), phase)
+                mbarrier.wait(v_bars.index(i_slot), phase)
                 if PART != 2:
                     # Every warp is past its reads of the tile before: its place can be filled.
                     program_barrier()
                     free = gl.where(i_slot == 0, STAGES - 1, i_slot - 1)
                     i_next = i_tile + STAGES - 1
-                    _copy_tile(
-                        k_desc, v_desc, k_smem, v_smem, bars, free, page0, page1, page2, page3, i_next, tile_hi, row_lo, row_hi, i_h,
-                        TILE, S, WINDOW, MASK_KV,
-                    )  # fmt: skip
-                    page0, page1, page2, page3 = _pages_of_tile(table_ptr, i_next + 1, tile_hi, row_lo, row_hi, TILE, S, WINDOW, MASK_KV)
+                    _copy_tile(k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, free, page0, page1, page2, page3, i_next, tile_hi, i_h, TILE, S)
+                    page0, page1, page2, page3 = _pages_of_tile(table_ptr, i_next + 1, tile_hi, row_lo, row_hi, TILE, S, WINDOW)
                 acc0, acc1, p_sum, b_max, v_unit = _attend_tile(
                     acc0, acc1, p_sum, b_max, v_unit, q0, q1, q_scale, b_ks, b_vs, b_vs_all, soft_cap,
                     k_smem.index(i_slot).reshape([TILE, W]), v_smem.index(i_slot).reshape([TILE, W]), i_tile, row_lo, row_hi, position_0, window, query_len,
@@ -417,13 +402,15 @@ def _make_ring(k_desc, v_desc, TILE: gl.constexpr, W: gl.constexpr, STAGES: gl.c
     """Shared memory for STAGES tiles of K and of V, and the barriers of their copies."""
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, TILE, W], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, TILE, W], v_desc.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(i), count=1)
+        mbarrier.init(k_bars.index(i), count=1)
+        mbarrier.init(v_bars.index(i), count=1)
     # The copies' engine must see the barriers ready before the first copy.
     fence_async_shared()
     program_barrier()
-    return k_smem, v_smem, bars
+    return k_smem, v_smem, k_bars, v_bars
 
 
 @gluon.jit
@@ -548,12 +535,12 @@ def decode_tma_kernel(
         tile_lo = first_tile + i_s * per_split
         tile_hi = gl.minimum(tile_lo + per_split, last_tile)
 
-        k_smem, v_smem, bars = _make_ring(k_desc, v_desc, TILE, W, STAGES)
+        k_smem, v_smem, k_bars, v_bars = _make_ring(k_desc, v_desc, TILE, W, STAGES)
         table_ptr = page_table_ptr + i_b.to(gl.int64) * stride_table_b
         i_slot = 0
         phase = 0
         page0, page1, page2, page3 = _first_copies(
-            k_desc, v_desc, k_smem, v_smem, bars, i_slot, table_ptr, tile_lo, tile_hi, row_lo, row_hi, i_h, TILE, S, WINDOW, MASK_KV, STAGES
+            k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, table_ptr, tile_lo, tile_hi, row_lo, row_hi, i_h, TILE, S, WINDOW, STAGES
         )  # fmt: skip
         if PER_TOKEN:
             k_scale_ptr += i_h.to(gl.int64) * stride_ks_h
@@ -562,8 +549,8 @@ def decode_tma_kernel(
         if FP8 and not PER_TOKEN:
             q_scale = q_scale * gl.load(k_scale_ptr)
         acc0, acc1, p_sum, b_max, v_unit, _, _ = _attend_tiles(
-            k_desc, v_desc, k_smem, v_smem, bars, i_slot, phase, page0, page1, page2, page3, table_ptr, k_scale_ptr, v_scale_ptr, q0, q1, q_scale, soft_cap,
-            i_h, tile_lo, tile_hi, row_lo, row_hi, window, query_len, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
+            k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, phase, page0, page1, page2, page3, table_ptr, k_scale_ptr, v_scale_ptr, q0, q1, q_scale,
+            soft_cap, i_h, tile_lo, tile_hi, row_lo, row_hi, window, query_len, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
             GROUP, M, H, W, TILE, S, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, STAGES, NUM_WARPS, SHARED_Q, mma,
         )  # fmt: skip
 
