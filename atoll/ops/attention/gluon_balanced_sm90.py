@@ -96,7 +96,7 @@ def decode_balanced_kernel(
     lse_ptr,  # [B, QL, HQ] fp32, natural
     partial_o_ptr,  # [NP, 2, 2, D / 2, M] fp32, written: the two halves that the multiply gives
     partial_lse_ptr,  # [NP, 2, M] fp32, base 2
-    arrivals_ptr,  # [B, HKV] int32, 0 before and after
+    arrivals_ptr,  # [B, HKV, ROW_BLOCKS] int32, 0 before and after
     q_ptr,  # [B, QL, HQ, D]
     k_desc,  # [P, HKV, S, D], FP8: [P, HKV, S, D / 2] int16; boxes of one page and head
     v_desc,
@@ -130,6 +130,7 @@ def decode_balanced_kernel(
     BATCH: gl.constexpr,  # batch or more, a power of two
     GROUP: gl.constexpr,
     M: gl.constexpr,
+    ROW_BLOCKS: gl.constexpr,
     D: gl.constexpr,
     TILE: gl.constexpr,
     S: gl.constexpr,
@@ -158,23 +159,25 @@ def decode_balanced_kernel(
     if PDL:
         i_p = _dependent_launch(i_p)
 
+    # Blocks of one head's query rows are heads of their own here, that read the same keys.
+    num_heads = num_kv_heads * ROW_BLOCKS
     o_b = gl.arange(0, BATCH, layout=batch_layout)
     b_len = gl.load(seq_lens_ptr + o_b, mask=o_b < batch, other=0)
     b_tiles = _line_length(b_len, query_len, window, TILE, WINDOW)
-    b_tiles = gl.where(o_b < batch, b_tiles * num_kv_heads, 0)
+    b_tiles = gl.where(o_b < batch, b_tiles * num_heads, 0)
     total = gl.sum(b_tiles, 0)
     share = (total + gl.num_programs(0) - 1) // gl.num_programs(0)
     here = i_p * share
     end = gl.minimum(here + share, total)
     if here < end:
-        # The pair of sequence and KV head in which this stretch begins.
+        # The pair of sequence and head in which this stretch begins.
         before = gl.associative_scan(b_tiles, 0, _add) <= here
         i_b = gl.sum(before.to(gl.int32), 0)
         pair_lo = gl.sum(gl.where(before, b_tiles, 0), 0)
         row_hi = gl.load(seq_lens_ptr + i_b)
         row_lo, first_tile, last_tile = _owned_tiles(row_hi, query_len, window, TILE, WINDOW)
         num_tiles = _line_length(row_hi, query_len, window, TILE, WINDOW)
-        i_pair = i_b * num_kv_heads + (here - pair_lo) // num_tiles
+        i_pair = i_b * num_heads + (here - pair_lo) // num_tiles
         pair_lo += (here - pair_lo) // num_tiles * num_tiles
 
         k_smem, v_smem, k_bars, v_bars = _make_ring(k_desc, v_desc, TILE, W, STAGES)
@@ -184,38 +187,42 @@ def decode_balanced_kernel(
         tile_lo = first_tile + here - pair_lo
         tile_hi = gl.minimum(first_tile + end - pair_lo, last_tile)
         page0, page1, page2, page3 = _first_copies(
-            k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, table_ptr, tile_lo, tile_hi, row_lo, row_hi, i_pair % num_kv_heads,
+            k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, table_ptr, tile_lo, tile_hi, row_lo, row_hi, i_pair % num_heads // ROW_BLOCKS,
             TILE, S, WINDOW, STAGES,
         )  # fmt: skip
         while here < end:
-            i_b = i_pair // num_kv_heads
-            i_h = i_pair % num_kv_heads
+            i_b = i_pair // num_heads
+            i_h = i_pair % num_heads // ROW_BLOCKS
+            first_m = i_pair % ROW_BLOCKS * M
             row_lo, first_tile, last_tile = _owned_tiles(row_hi, query_len, window, TILE, WINDOW)
             num_tiles = _line_length(row_hi, query_len, window, TILE, WINDOW)
             stop = gl.minimum(pair_lo + num_tiles, end)
             tile_lo = first_tile + here - pair_lo
             tile_hi = gl.minimum(first_tile + stop - pair_lo, last_tile)
-            q0, q1, q_scale = _load_query(q_ptr, sm_scale, i_b, i_h, query_len, stride_q_b, stride_q_t, stride_q_h, GROUP, M, H, FP8, NUM_WARPS, SHARED_Q, mma)
+            q0, q1, q_scale = _load_query(
+                q_ptr, sm_scale, i_b, i_h, first_m, query_len, stride_q_b, stride_q_t, stride_q_h, GROUP, M, H, FP8, NUM_WARPS, SHARED_Q, mma
+            )  # fmt: skip
             if FP8 and not PER_TOKEN:
                 q_scale = q_scale * gl.load(k_scale_ptr)
             acc0, acc1, p_sum, b_max, v_unit, i_slot, phase = _attend_tiles(
                 k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, phase, page0, page1, page2, page3, page_table_ptr + i_b.to(gl.int64) * stride_table_b,
                 k_scale_ptr + i_h.to(gl.int64) * stride_ks_h if PER_TOKEN else k_scale_ptr,
                 v_scale_ptr + i_h.to(gl.int64) * stride_vs_h if PER_TOKEN else v_scale_ptr,
-                q0, q1, q_scale, soft_cap, i_h, tile_lo, tile_hi, row_lo, row_hi, window, query_len, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
-                GROUP, M, H, W, TILE, S, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, STAGES, NUM_WARPS, SHARED_Q, mma,
+                q0, q1, q_scale, soft_cap, i_h, first_m, tile_lo, tile_hi, row_lo, row_hi, window, query_len, stride_ks_p, stride_ks_s,
+                stride_vs_p, stride_vs_s, GROUP, M, H, W, TILE, S, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, STAGES, NUM_WARPS,
+                SHARED_Q, mma,
             )  # fmt: skip
 
             # The next pair begins where this segment stops, unless the stretch ends there.
             i_next = i_pair + 1
-            next_b = i_next // num_kv_heads
+            next_b = i_next // num_heads
             next_hi = gl.load(seq_lens_ptr + next_b, mask=stop < end, other=0)
             next_lo, next_first, next_last = _owned_tiles(next_hi, query_len, window, TILE, WINDOW)
             # Every warp is past its reads of the last tiles: their places can be filled.
             program_barrier()
             page0, page1, page2, page3 = _first_copies(
                 k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, page_table_ptr + next_b.to(gl.int64) * stride_table_b, next_first,
-                gl.minimum(next_first + end - stop, next_last), next_lo, next_hi, i_next % num_kv_heads, TILE, S, WINDOW, STAGES,
+                gl.minimum(next_first + end - stop, next_last), next_lo, next_hi, i_next % num_heads // ROW_BLOCKS, TILE, S, WINDOW, STAGES,
             )  # fmt: skip
 
             v_scale = 1.0
@@ -228,7 +235,7 @@ def decode_balanced_kernel(
             last = (pair_lo + num_tiles - 1) // share
             if first == last:
                 _write_output(
-                    out_ptr, lse_ptr, sinks_ptr, acc0, acc1, b_sum, b_max, v_scale, i_b, i_h, query_len, stride_out_b, stride_out_t, stride_out_h,
+                    out_ptr, lse_ptr, sinks_ptr, acc0, acc1, b_sum, b_max, v_scale, i_b, i_h, first_m, query_len, stride_out_b, stride_out_t, stride_out_h,
                     stride_lse_b, stride_lse_t, stride_lse_h, GROUP, M, H, FP8, SINKS, mma,
                 )  # fmt: skip
             else:
@@ -247,7 +254,7 @@ def decode_balanced_kernel(
                     gl.store(arrivals_ptr + i_pair, 0)
                     acc0, acc1, b_sum, b_max = _merge_parts(partial_o_ptr, partial_lse_ptr, first, last, share, pair_lo, M, H, mma)
                     _write_output(
-                        out_ptr, lse_ptr, sinks_ptr, acc0, acc1, b_sum, b_max, 1.0, i_b, i_h, query_len, stride_out_b, stride_out_t, stride_out_h,
+                        out_ptr, lse_ptr, sinks_ptr, acc0, acc1, b_sum, b_max, 1.0, i_b, i_h, first_m, query_len, stride_out_b, stride_out_t, stride_out_h,
                         stride_lse_b, stride_lse_t, stride_lse_h, GROUP, M, H, FP8, SINKS, mma,
                     )  # fmt: skip
             here = stop

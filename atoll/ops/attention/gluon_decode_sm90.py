@@ -65,8 +65,8 @@ def refusal(spec: DecodeSpec) -> str | None:
         return f"head_dim {spec.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
     if spec.page_size < MIN_PAGE_SIZE:
         return f"page_size {spec.page_size} is below {MIN_PAGE_SIZE}"
-    if block_rows(spec) > MAX_ROWS or block_rows(spec) * spec.head_dim > MAX_QUERY_VALUES:
-        return f"{spec.query_len * spec.group_size} query rows of {spec.head_dim} are too many for a program's registers"
+    if not is_fp8(spec.kv_format) and row_blocks(spec) > 1:
+        return f"{spec.query_len * spec.group_size} query rows of {spec.head_dim} are too many for a program's registers, and 16-bit pages are not read twice"
     return None
 
 
@@ -79,7 +79,7 @@ def config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
         return DecodeConfig(64, max(2, -(-triton_decode.max_tiles(spec, shape, 64) // 16)), 16, 8 if block_rows(spec) > 16 else 4, 3)
     if block_rows(spec) > 16:
         # One program of 8 warps an SM: more do not fit into its registers.
-        return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, shape.num_sms), 0, 8, 6)
+        return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, shape.num_sms // row_blocks(spec)), 0, 8, 6)
     programs = max(1, shape.batch * spec.num_kv_heads)
     if 0.9 * shape.num_sms <= programs <= shape.num_sms and spec.page_size >= 32 and block_rows(spec) == 8:
         # One program an SM takes a whole sequence, and nothing is merged: 64 x 4096 in 66.2 and 66.9 us, 68.7 and 69.0 for two of tile 64.
@@ -119,8 +119,13 @@ def can_balance(spec: DecodeSpec, batch: int) -> bool:
 
 
 def block_rows(spec: DecodeSpec) -> int:
-    """Query rows of a KV head, padded to the columns of a multiply."""
-    return max(8, triton.next_power_of_2(spec.query_len * spec.group_size))
+    """Query rows of a program: those of a KV head, padded to the columns of a multiply, up to the most that do not spill."""
+    return min(MAX_ROWS, MAX_QUERY_VALUES // spec.head_dim, max(8, triton.next_power_of_2(spec.query_len * spec.group_size)))
+
+
+def row_blocks(spec: DecodeSpec) -> int:
+    """Programs that share out a KV head's query rows, and each read all its tiles."""
+    return -(-spec.query_len * spec.group_size // block_rows(spec))
 
 
 def column_warps(spec: DecodeSpec) -> int:
@@ -172,6 +177,7 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
     variant = {
         "GROUP": spec.group_size,
         "M": block_rows(spec),
+        "ROW_BLOCKS": row_blocks(spec),
         "D": spec.head_dim,
         "TILE": cfg.tile,
         "S": spec.page_size,
@@ -198,7 +204,7 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         )  # fmt: skip
         return
     split = cfg.num_splits > 1
-    grid = (spec.num_kv_heads, plan.batch, cfg.num_splits)
+    grid = (spec.num_kv_heads * row_blocks(spec), plan.batch, cfg.num_splits)
     decode_tma_kernel[grid](out, lse, plan.partial_o, plan.partial_lse, *inputs, cfg.num_splits, cfg.tiles_per_split, *strides, SPLIT=split, **variant)
     if split:
         combine(out, lse, plan, sinks)

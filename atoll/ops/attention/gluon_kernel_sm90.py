@@ -1,8 +1,9 @@
 """The Gluon kernel of decode attention for Hopper: TMA into swizzled shared memory, K and V tiles as the 16-row operand of the multiply.
 
-One program takes one sequence, one KV head and one split, for all query rows of that head (padded to 8 at least). fp8 rows are copied and read as 16-bit pairs:
-a K fragment then holds neighbouring d of one token, so that q, permuted alike, is all that its conversion needs; a V fragment, read transposed, holds two d
-of two tokens, which one byte permute turns into pairs of tokens. Tiles that every query row sees in full carry no mask; the others are peeled.
+One program takes one sequence, one KV head and one split, for all query rows of that head (padded to 8 at least) or a block of them. fp8 rows are copied and
+read as 16-bit pairs: a K fragment then holds neighbouring d of one token, so that q, permuted alike, is all that its conversion needs; a V fragment, read
+transposed, holds two d of two tokens, which one byte permute turns into pairs of tokens. Tiles that every query row sees in full carry no mask; the others
+are peeled.
 
 Lines that end in `# owned: name` are the promise; tests/ops/test_mutation.py takes each out, on a GPU, since Gluon has no interpreter.
 """
@@ -181,8 +182,9 @@ def _load_values(v_tile, m_v, H: gl.constexpr, FP8: gl.constexpr, MASK: gl.const
 @gluon.jit
 def _attend_tile(
     acc0, acc1, p_sum, b_max, v_unit, q0, q1, q_scale, b_ks, b_vs, b_vs_all, soft_cap, k_tile, v_tile, i_tile, row_lo, row_hi, position_0, window, query_len,
-    FULL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, FP8: gl.constexpr, PER_TOKEN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    SOFT_CAP: gl.constexpr, MULTI_QUERY: gl.constexpr, MASK_KV: gl.constexpr, SHARED_Q: gl.constexpr, mma: gl.constexpr, all_layout: gl.constexpr,
+    first_m, FULL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, FP8: gl.constexpr, PER_TOKEN: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, MULTI_QUERY: gl.constexpr, MASK_KV: gl.constexpr, SHARED_Q: gl.constexpr, mma: gl.constexpr,
+    all_layout: gl.constexpr,
 ):  # fmt: skip
     """One online-softmax step over a tile in shared memory, which every query row sees in full (FULL) or each by its own mask."""
     a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -205,7 +207,7 @@ def _attend_tile(
         b_s = soft_cap * LOG2_E * (2.0 / (1.0 + gl.exp2(b_s * (-2.0 / soft_cap))) - 1.0)
     if not FULL:
         o_row = i_tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, mma))
-        o_t = gl.arange(0, M, layout=gl.SliceLayout(0, mma)) // GROUP
+        o_t = (first_m + gl.arange(0, M, layout=gl.SliceLayout(0, mma))) // GROUP
         m_seen = gl.expand_dims(o_row < row_hi, 1)
         if CAUSAL and MULTI_QUERY:
             m_seen = m_seen & (gl.expand_dims(o_row, 1) <= gl.expand_dims(position_0 + o_t, 0))
@@ -247,8 +249,8 @@ def _attend_tile(
         zero = gl.zeros([H, M], gl.float32, mma)
         if MULTI_QUERY and MASK_KV:
             # A row that one query token sees may hold NaN, and another that does not see it must not meet it: 0 * NaN.
-            o_t = gl.arange(0, M, layout=gl.SliceLayout(0, mma)) // GROUP
-            for i_t in range(query_len):
+            o_t = (first_m + gl.arange(0, M, layout=gl.SliceLayout(0, mma))) // GROUP
+            for i_t in range(first_m // GROUP, gl.minimum((first_m + M - 1) // GROUP + 1, query_len)):
                 v_hi = gl.minimum(row_hi, position_0 + i_t + 1) if CAUSAL else row_hi  # owned: drafts
                 m_v = o_v < v_hi
                 if WINDOW:
@@ -273,16 +275,16 @@ def _attend_tile(
 
 @gluon.jit
 def _load_query(
-    q_ptr, sm_scale, i_b, i_h, query_len, stride_q_b, stride_q_t, stride_q_h,
+    q_ptr, sm_scale, i_b, i_h, first_m, query_len, stride_q_b, stride_q_t, stride_q_h,
     GROUP: gl.constexpr, M: gl.constexpr, H: gl.constexpr, FP8: gl.constexpr, NUM_WARPS: gl.constexpr, SHARED_Q: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """The query rows of one KV head as two operands, in the order that `_load_keys` gives K, and what their scores are to be multiplied by (base 2).
+    """M query rows of one KV head, from `first_m` on, as two operands, in the order that `_load_keys` gives K, and the factor of their scores (base 2).
 
     The operands are registers, or with SHARED_Q shared memory [M, H].
     """
     q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [NUM_WARPS, 1], [1, 0])
     b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    o_m = gl.arange(0, M, layout=gl.SliceLayout(1, q_layout))
+    o_m = first_m + gl.arange(0, M, layout=gl.SliceLayout(1, q_layout))
     o_e = gl.arange(0, H, layout=gl.SliceLayout(0, q_layout))
     o_q = i_b.to(gl.int64) * stride_q_b + (o_m // GROUP) * stride_q_t + (i_h * GROUP + o_m % GROUP) * stride_q_h
     o_q = gl.expand_dims(o_q, 1) + gl.expand_dims(o_e // 2 * 4 + o_e % 2 if FP8 else o_e, 0)
@@ -322,7 +324,7 @@ def _first_copies(
 @gluon.jit
 def _attend_tiles(
     k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, phase, page0, page1, page2, page3, table_ptr, k_scale_ptr, v_scale_ptr, q0, q1, q_scale, soft_cap,
-    i_h, tile_lo, tile_hi, row_lo, row_hi, window, query_len, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
+    i_h, first_m, tile_lo, tile_hi, row_lo, row_hi, window, query_len, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
     GROUP: gl.constexpr, M: gl.constexpr, H: gl.constexpr, W: gl.constexpr, TILE: gl.constexpr, S: gl.constexpr, FP8: gl.constexpr,
     PER_TOKEN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, MULTI_QUERY: gl.constexpr, MASK_KV: gl.constexpr,
     STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, SHARED_Q: gl.constexpr, mma: gl.constexpr,
@@ -386,7 +388,7 @@ def _attend_tiles(
                 acc0, acc1, p_sum, b_max, v_unit = _attend_tile(
                     acc0, acc1, p_sum, b_max, v_unit, q0, q1, q_scale, b_ks, b_vs, b_vs_all, soft_cap,
                     k_smem.index(i_slot).reshape([TILE, W]), v_smem.index(i_slot).reshape([TILE, W]), i_tile, row_lo, row_hi, position_0, window, query_len,
-                    PART == 1, GROUP, TILE, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, SHARED_Q, mma, all_layout,
+                    first_m, PART == 1, GROUP, TILE, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, SHARED_Q, mma, all_layout,
                 )  # fmt: skip
                 b_ks = next_ks
                 b_vs = next_vs
@@ -415,11 +417,11 @@ def _make_ring(k_desc, v_desc, TILE: gl.constexpr, W: gl.constexpr, STAGES: gl.c
 
 @gluon.jit
 def _write_output(
-    out_ptr, lse_ptr, sinks_ptr, acc0, acc1, b_sum, b_max, v_scale, i_b, i_h, query_len, stride_out_b, stride_out_t, stride_out_h, stride_lse_b,
-    stride_lse_t, stride_lse_h, GROUP: gl.constexpr, M: gl.constexpr, H: gl.constexpr, FP8: gl.constexpr, SINKS: gl.constexpr, mma: gl.constexpr,
+    out_ptr, lse_ptr, sinks_ptr, acc0, acc1, b_sum, b_max, v_scale, i_b, i_h, first_m, query_len, stride_out_b, stride_out_t, stride_out_h,
+    stride_lse_b, stride_lse_t, stride_lse_h, GROUP: gl.constexpr, M: gl.constexpr, H: gl.constexpr, FP8: gl.constexpr, SINKS: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Normalize one KV head's values [H, M] twice, in units of `v_scale`, with their sums and maxima [M], and store them as its query rows."""
-    o_m = gl.arange(0, M, layout=gl.SliceLayout(0, mma))
+    o_m = first_m + gl.arange(0, M, layout=gl.SliceLayout(0, mma))
     m_m = o_m < query_len * GROUP
     o_h = i_h * GROUP + o_m % GROUP
     if SINKS:
@@ -492,6 +494,7 @@ def decode_tma_kernel(
     stride_table_b,
     GROUP: gl.constexpr,
     M: gl.constexpr,
+    ROW_BLOCKS: gl.constexpr,
     D: gl.constexpr,
     TILE: gl.constexpr,
     S: gl.constexpr,
@@ -516,7 +519,8 @@ def decode_tma_kernel(
     # 16-bit elements of a row of K and V.
     W: gl.constexpr = H if FP8 else D
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS // COLUMN_WARPS, COLUMN_WARPS], [16, 8])
-    i_h = gl.program_id(0)
+    i_h = gl.program_id(0) // ROW_BLOCKS
+    first_m = gl.program_id(0) % ROW_BLOCKS * M
     i_b = gl.program_id(1)
     i_s = gl.program_id(2)
     if PDL:
@@ -545,12 +549,14 @@ def decode_tma_kernel(
         if PER_TOKEN:
             k_scale_ptr += i_h.to(gl.int64) * stride_ks_h
             v_scale_ptr += i_h.to(gl.int64) * stride_vs_h
-        q0, q1, q_scale = _load_query(q_ptr, sm_scale, i_b, i_h, query_len, stride_q_b, stride_q_t, stride_q_h, GROUP, M, H, FP8, NUM_WARPS, SHARED_Q, mma)
+        q0, q1, q_scale = _load_query(
+            q_ptr, sm_scale, i_b, i_h, first_m, query_len, stride_q_b, stride_q_t, stride_q_h, GROUP, M, H, FP8, NUM_WARPS, SHARED_Q, mma
+        )  # fmt: skip
         if FP8 and not PER_TOKEN:
             q_scale = q_scale * gl.load(k_scale_ptr)
         acc0, acc1, p_sum, b_max, v_unit, _, _ = _attend_tiles(
             k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, phase, page0, page1, page2, page3, table_ptr, k_scale_ptr, v_scale_ptr, q0, q1, q_scale,
-            soft_cap, i_h, tile_lo, tile_hi, row_lo, row_hi, window, query_len, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
+            soft_cap, i_h, first_m, tile_lo, tile_hi, row_lo, row_hi, window, query_len, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
             GROUP, M, H, W, TILE, S, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, STAGES, NUM_WARPS, SHARED_Q, mma,
         )  # fmt: skip
 
@@ -561,14 +567,14 @@ def decode_tma_kernel(
             v_scale = gl.load(v_scale_ptr)
         b_sum = gl.sum(p_sum, 0)
         if SPLIT:
-            o_m = gl.arange(0, M, layout=gl.SliceLayout(0, mma))
+            o_m = first_m + gl.arange(0, M, layout=gl.SliceLayout(0, mma))
             m_m = o_m < query_len * GROUP
             factor, b_lse = _close(b_sum, b_max, v_scale)
-            o_state = ((i_b.to(gl.int64) * gl.num_programs(0) + i_h) * num_splits + i_s) * (query_len * GROUP) + o_m
+            o_state = ((i_b.to(gl.int64) * (gl.num_programs(0) // ROW_BLOCKS) + i_h) * num_splits + i_s) * (query_len * GROUP) + o_m
             gl.store(partial_lse_ptr + o_state, b_lse, mask=m_m)
             _store_halves(partial_o_ptr + o_state * D, acc0, acc1, factor, m_m, H, FP8, mma)
         else:
             _write_output(
-                out_ptr, lse_ptr, sinks_ptr, acc0, acc1, b_sum, b_max, v_scale, i_b, i_h, query_len, stride_out_b, stride_out_t, stride_out_h,
+                out_ptr, lse_ptr, sinks_ptr, acc0, acc1, b_sum, b_max, v_scale, i_b, i_h, first_m, query_len, stride_out_b, stride_out_t, stride_out_h,
                 stride_lse_b, stride_lse_t, stride_lse_h, GROUP, M, H, FP8, SINKS, mma,
             )  # fmt: skip
