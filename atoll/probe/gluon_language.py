@@ -116,15 +116,15 @@ def _load(pointer: Value, mask: Any = None, other: Any = None, cache_modifier: s
     dtype = pointer.dtype.element_ty
     addresses, lanes = _lanes(pointer, mask, "load")
     # Without `other`, lanes that the mask hides hold anything.
-    hidden = hostile_bits(pointer.shape, dtype) if other is None else np.broadcast_to(bits_of(as_value(other).to(dtype)), pointer.shape)
-    bits = addressed.load(addresses, lanes, np.ascontiguousarray(hidden).ravel(), hidden.dtype)
-    return from_bits(bits.reshape(pointer.shape), dtype, pointer.layout)
+    hidden = hostile_bits(pointer.shape, dtype) if other is None else bits_of(as_value(other).to(dtype))
+    bits = addressed.load(addresses, lanes, _flat(hidden, pointer), hidden.dtype)
+    return from_bits(bits.reshape(pointer.data.shape), dtype, pointer.layout)
 
 
 def _store(pointer: Value, value: Any, mask: Any = None, cache_modifier: str = "", eviction_policy: str = "") -> None:
     addresses, lanes = _lanes(pointer, mask, "store")
     bits = bits_of(as_value(value).to(pointer.dtype.element_ty))
-    addressed.store(addresses, np.ascontiguousarray(np.broadcast_to(bits, pointer.shape)).ravel(), lanes)
+    addressed.store(addresses, _flat(bits, pointer), lanes)
 
 
 def _atomic_add(pointer: Value, val: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Value:
@@ -148,8 +148,13 @@ def _lanes(pointer: Value, mask: Any, access: str) -> tuple[np.ndarray, np.ndarr
     if not pointer.dtype.is_ptr():
         raise TypeError(f"{access} of {pointer.dtype}, which is no pointer")
     addresses = np.ascontiguousarray(pointer.data).ravel().view(np.uint64)
-    lanes = np.broadcast_to(as_value(True if mask is None else mask).data, pointer.shape)
-    return addresses, watch.keep_inside(addresses, np.ascontiguousarray(lanes).ravel(), access)
+    lanes = np.ones(addresses.shape, bool) if mask is None else _flat(as_value(mask).data, pointer)
+    return addresses, watch.keep_inside(addresses, lanes, access)
+
+
+def _flat(data: np.ndarray, pointer: Value) -> np.ndarray:
+    """One for each address."""
+    return (data if data.shape == pointer.data.shape else np.broadcast_to(data, pointer.data.shape)).ravel()
 
 
 def _arange(start: int, end: int, layout: Any = None) -> Value:

@@ -13,24 +13,30 @@ from triton.language.semantic import TritonSemantic
 
 from atoll.probe.interpreter import E4M3FN, to_bf16
 
-# What holds a dtype's values. NumPy has neither bf16 nor fp8: their values lie in fp32, rounded after each operation.
-_HOLDERS: dict[tl.dtype, Any] = {
-    tl.int1: np.bool_,
-    tl.int8: np.int8,
-    tl.int16: np.int16,
-    tl.int32: np.int32,
-    tl.int64: np.int64,
-    tl.uint8: np.uint8,
-    tl.uint16: np.uint16,
-    tl.uint32: np.uint32,
-    tl.uint64: np.uint64,
-    tl.float8e4nv: np.float32,
-    tl.float16: np.float16,
-    tl.bfloat16: np.float32,
-    tl.float32: np.float32,
-    tl.float64: np.float64,
+# What holds a dtype's values, by its name: comparing names is what an interpreter can afford. NumPy has neither bf16 nor fp8: their values lie in fp32, rounded
+# after each operation.
+_HOLDERS: dict[str, Any] = {
+    dtype.name: np.dtype(holder)
+    for dtype, holder in (
+        (tl.int1, np.bool_),
+        (tl.int8, np.int8),
+        (tl.int16, np.int16),
+        (tl.int32, np.int32),
+        (tl.int64, np.int64),
+        (tl.uint8, np.uint8),
+        (tl.uint16, np.uint16),
+        (tl.uint32, np.uint32),
+        (tl.uint64, np.uint64),
+        (tl.float8e4nv, np.float32),
+        (tl.float16, np.float16),
+        (tl.bfloat16, np.float32),
+        (tl.float32, np.float32),
+        (tl.float64, np.float64),
+    )
 }
-_BITS: dict[int, Any] = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+_DTYPES = {dtype.name: dtype for dtype in vars(tl).values() if isinstance(dtype, tl.dtype) and dtype.name in _HOLDERS}
+_FP8, _BF16, _INT1 = tl.float8e4nv.name, tl.bfloat16.name, tl.int1.name
+_BITS: dict[int, Any] = {8: np.dtype(np.uint8), 16: np.dtype(np.uint16), 32: np.dtype(np.uint32), 64: np.dtype(np.uint64)}
 
 
 class NotInterpretedError(NotImplementedError):
@@ -81,7 +87,7 @@ class Value:
     def to(self, dtype: tl.dtype, bitcast: bool = False) -> "Value":
         if bitcast:
             return from_bits(bits_of(self), dtype, self.layout)
-        return self if dtype == self.dtype else Value(_convert(self.data, self.dtype, dtype), dtype, self.layout)
+        return self if dtype.name == self.dtype.name else Value(_convert(self.data, self.dtype, dtype), dtype, self.layout)
 
     def permute(self, *order: Any) -> "Value":
         return Value(self.data.transpose(_sizes(order)), self.dtype)
@@ -174,7 +180,7 @@ class Value:
 
 def as_value(x: Any) -> Value:
     """A value as it is; a number of Python as Triton makes a constant of it."""
-    return x if isinstance(x, Value) else Value(np.asarray(x, _HOLDERS[_constant_dtype(x)]), _constant_dtype(x))
+    return x if isinstance(x, Value) else Value(np.asarray(x, _HOLDERS[_constant_dtype(x).name]), _constant_dtype(x))
 
 
 def promote(x: Any, y: Any, division: bool = False) -> tuple[np.ndarray, np.ndarray, tl.dtype, Any]:
@@ -182,9 +188,9 @@ def promote(x: Any, y: Any, division: bool = False) -> tuple[np.ndarray, np.ndar
     x_number, y_number = not isinstance(x, Value), not isinstance(y, Value)
     x_dtype = _constant_dtype(x) if x_number else x.dtype
     y_dtype = _constant_dtype(y) if y_number else y.dtype
-    dtype = _computation_dtype(x_dtype, x_number, y_dtype, y_number, division)
-    x_data = np.asarray(x, _HOLDERS[dtype]) if x_number else _convert(x.data, x_dtype, dtype)
-    y_data = np.asarray(y, _HOLDERS[dtype]) if y_number else _convert(y.data, y_dtype, dtype)
+    dtype = _computation_dtype(x_dtype.name, x_number, y_dtype.name, y_number, division)
+    x_data = np.asarray(x, _HOLDERS[dtype.name]) if x_number else _convert(x.data, x_dtype, dtype)
+    y_data = np.asarray(y, _HOLDERS[dtype.name]) if y_number else _convert(y.data, y_dtype, dtype)
     check_ranks(x_data, y_data)
     return x_data, y_data, dtype, (None if x_number else x.layout) or (None if y_number else y.layout)
 
@@ -228,9 +234,9 @@ def unary(operation: Callable[..., Any], x: Any) -> Value:
 def bits_of(value: Value) -> np.ndarray:
     """The bits as unsigned integers of the dtype's width; contiguous."""
     data, dtype = value.data, value.dtype
-    if dtype == tl.bfloat16:
+    if dtype.name == _BF16:
         return to_bf16(data).reshape(data.shape)
-    if dtype == tl.float8e4nv:
+    if dtype.name == _FP8:
         raise NotInterpretedError("writing fp8 is not interpreted")
     return np.ascontiguousarray(data).reshape(data.shape).view(_bits_holder(dtype))
 
@@ -239,11 +245,11 @@ def from_bits(bits: np.ndarray, dtype: tl.dtype, layout: Any = None) -> Value:
     """The values that bits of the dtype's width stand for."""
     if bits.dtype != _bits_holder(dtype):
         raise TypeError(f"{bits.dtype} are not the bits of {dtype}")
-    if dtype == tl.bfloat16:
+    if dtype.name == _BF16:
         return Value((bits.astype(np.uint32) << 16).view(np.float32), dtype, layout)
-    if dtype == tl.float8e4nv:
+    if dtype.name == _FP8:
         return Value(E4M3FN[bits], dtype, layout)
-    return Value(bits.view(_HOLDERS[dtype]), dtype, layout)
+    return Value(bits.view(_HOLDERS[dtype.name]), dtype, layout)
 
 
 def hostile_bits(shape: Sequence[int], dtype: tl.dtype) -> np.ndarray:
@@ -258,7 +264,7 @@ def check_ranks(x: np.ndarray, y: np.ndarray) -> None:
 
 
 def _bits_holder(dtype: tl.dtype) -> Any:
-    return np.uint8 if dtype == tl.int1 else _BITS[dtype.primitive_bitwidth]
+    return _BITS[8] if dtype.name == _INT1 else _BITS[dtype.primitive_bitwidth]
 
 
 def _constant_dtype(number: Any) -> tl.dtype:
@@ -272,35 +278,36 @@ def _constant_dtype(number: Any) -> tl.dtype:
 
 
 @functools.cache
-def _computation_dtype(x: tl.dtype, x_number: bool, y: tl.dtype, y_number: bool, division: bool) -> tl.dtype:
-    if x.is_ptr() or y.is_ptr():
+def _computation_dtype(x: str, x_number: bool, y: str, y_number: bool, division: bool) -> tl.dtype:
+    if x not in _DTYPES or y not in _DTYPES:
         raise NotInterpretedError(f"arithmetic of {x} and {y} is not interpreted")
-    return TritonSemantic(None).computation_type_impl(x, x_number, y, y_number, division)
+    return TritonSemantic(None).computation_type_impl(_DTYPES[x], x_number, _DTYPES[y], y_number, division)
 
 
 def _convert(data: np.ndarray, source: tl.dtype, target: tl.dtype) -> np.ndarray:
-    if source == target:
+    if source.name == target.name:
         return data
-    if source.is_ptr() or target.is_ptr() or target == tl.float8e4nv:
+    if source.is_ptr() or target.is_ptr() or target.name == _FP8:
         raise NotInterpretedError(f"a conversion of {source} to {target} is not interpreted")
-    if target == tl.int1:
+    if target.name == _INT1:
         return data != 0
     if source.is_floating() and target.is_int():
         if target.primitive_bitwidth > 32:
             raise NotInterpretedError(f"a conversion of {source} to {target} is not interpreted")
         # Towards zero, to the nearest that there is, NaN to 0.
-        limits = np.iinfo(_HOLDERS[target])
+        limits = np.iinfo(_HOLDERS[target.name])
         whole = np.nan_to_num(np.trunc(data.astype(np.float64)), nan=0.0)
-        return np.clip(whole, limits.min, limits.max).astype(_HOLDERS[target])
+        return np.clip(whole, limits.min, limits.max).astype(_HOLDERS[target.name])
     return _round(data, target)
 
 
 def _round(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
     """In the holder of a dtype, as a value that the dtype has."""
-    if dtype == tl.bfloat16:
+    if dtype.name == _BF16:
         wide = np.asarray(data, np.float32)
         return (to_bf16(wide).astype(np.uint32) << 16).view(np.float32).reshape(wide.shape)
-    return np.asarray(data).astype(_HOLDERS[dtype], copy=False)
+    holder = _HOLDERS[dtype.name]
+    return data if data.dtype is holder else data.astype(holder)
 
 
 def _divide(x: Any, y: Any) -> Value:

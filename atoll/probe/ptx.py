@@ -95,15 +95,12 @@ def _widen_e4m3_pair(pair: np.ndarray) -> np.ndarray:
 
 
 def _permute_bytes(low: np.ndarray, high: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    """prmt: four of the eight bytes by a digit each, or with the digit's top bit the sign of that byte, eight times."""
-    both = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
-    result = np.zeros(both.shape, np.uint32)
-    for i in range(4):
-        digit = (selector >> np.uint32(4 * i)) & np.uint32(0xF)
-        byte = (both >> (8 * (digit & np.uint32(7))).astype(np.uint64)).astype(np.uint32) & np.uint32(0xFF)
-        chosen = np.where(digit & np.uint32(8), np.where(byte >> np.uint32(7), np.uint32(0xFF), np.uint32(0)), byte)
-        result |= chosen.astype(np.uint32) << np.uint32(8 * i)
-    return result
+    """prmt: four of the eight bytes, chosen by a digit each."""
+    digits = [int(selector) >> 4 * i & 0xF for i in range(4)] if selector.ndim == 0 else [8]
+    if max(digits) > 7:
+        raise NotInterpretedError("prmt with a selector in a register, or one that repeats signs, is not interpreted")
+    both = np.stack((low, high), -1).view(np.uint8)
+    return np.ascontiguousarray(both[..., digits]).view(np.uint32)[..., 0]
 
 
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
