@@ -16,6 +16,8 @@ ONE_SPLIT = DecodeConfig(tile=64)
 WIDE_TILE = DecodeConfig(tile=128)
 TWO_SPLITS = DecodeConfig(tile=64, num_splits=2)
 FIXED_SPLITS = DecodeConfig(tile=64, num_splits=3, tiles_per_split=1)
+ONE_LAUNCH = DecodeConfig(tile=64, num_programs=3)
+MANY_PROGRAMS = DecodeConfig(tile=64, num_programs=16)
 
 
 def spec(kv_format: str, head_dim: int, page_size: int, query_len: int = 1, **options: object) -> DecodeSpec:
@@ -37,6 +39,12 @@ CASES: list[tuple[Case, DecodeConfig]] = [
     (Case(spec("fp8_token", 64, 128, 4, num_q_heads=16, soft_cap=30.0), (3, 131)), ONE_SPLIT),
     (Case(spec("fp8_token", 256, 16, 3, window=1), (2, 90), first_page_id=70_000), TWO_SPLITS),
     (Case(spec("fp8_token", 64, 64), (0, 1, 40), max_seq_len=1024), FIXED_SPLITS),
+    # One launch: sequences cut within a program's stretch and over several, whole ones, empty ones; more parts than are added up at a time; blocks of rows.
+    (Case(spec("fp8_tensor", 64, 16, num_q_heads=6, num_kv_heads=2, sinks=True), (1, 17, 300, 0, 150)), ONE_LAUNCH),
+    (Case(spec("bf16", 128, 64, 4, window=70), (5, 300, 0)), ONE_LAUNCH),
+    (Case(spec("fp8_token", 64, 64), (3, 520)), MANY_PROGRAMS),
+    (Case(spec("fp8_token", 64, 32, 5, num_q_heads=16, soft_cap=30.0), (9, 70)), ONE_LAUNCH),
+    (Case(spec("fp8_tensor", 64, 32, 5, num_q_heads=16, window=30), (9, 70)), TWO_SPLITS),
 ]
 
 
@@ -59,6 +67,7 @@ def test_both_flags_give_the_same_bits_on_clean_input(interpreter: WorkerPool) -
         (Case(spec("fp8_token", 64, 32, 4, window=20), lengths), ONE_SPLIT),
         (Case(spec("fp8_tensor", 128, 16, window=20), lengths), TWO_SPLITS),
         (Case(spec("bf16", 128, 64, 4), lengths), ONE_SPLIT),
+        (Case(spec("fp8_token", 64, 64), lengths), ONE_LAUNCH),
     ]
     futures = {case.name: interpreter.submit(rows_changed_by_flag, case, "gluon_sm90", config) for case, config in cases}
     assert {name: future.result() for name, future in futures.items()} == dict.fromkeys(futures, 0)
@@ -74,12 +83,12 @@ WHOLE_TILES = Case(spec("fp8_token", 64, 64), (300,))
 
 # Beside the protections of test_mutation: what keeps copies, reads and the table apart. Name, edits, case, status, what the interpreter says.
 FAULTS: dict[str, tuple[tuple[Edit, ...], Case, str, str]] = {
-    "no wait": ((Edit("mbarrier.wait(bars.index(i_slot), phase)", "pass"),), PAGED, "failed", "that a copy in flight is still to write"),
-    "a wait for the phase before": ((Edit("mbarrier.wait(bars.index(i_slot), phase)", "mbarrier.wait(bars.index(i_slot), phase ^ 1)"),), PAGED, "failed", "in flight"),
-    "no meeting": ((Edit(" " * 24 + "program_barrier()", " " * 24 + "pass"),), PAGED, "failed", "was read since the last program_barrier"),
+    "no wait": ((Edit("mbarrier.wait(k_bars.index(i_slot), phase)", "pass"),), PAGED, "failed", "that a copy in flight is still to write"),
+    "a wait for the phase before": ((Edit("v_bars.index(i_slot), phase)", "v_bars.index(i_slot), phase ^ 1)"),), PAGED, "failed", "in flight"),
+    "no meeting": ((Edit(" " * 20 + "program_barrier()", " " * 20 + "pass"),), PAGED, "failed", "was read since the last program_barrier"),
     "a slot too early": ((Edit("gl.where(i_slot == 0, STAGES - 1, i_slot - 1)", "i_slot"),), PAGED, "failed", "that a copy in flight is still to write"),
     "twice the bytes": ((Edit("block_type.shape[3] * 2", "block_type.shape[3] * 4"),), PAGED, "failed", "would hang"),
-    "a page not copied": ((Edit("mbarrier.expect(bar, BYTES * NUM, pred=wanted)", "pass"),), PAGED, "failed", "would hang"),
+    "a page not copied": ((Edit("mbarrier.expect(k_bar, BYTES, pred=wanted)", "pass"),), PAGED, "failed", "would hang"),
     "a page too far": ((Edit("table_ptr + i_tile * TILE // S,", "table_ptr + i_tile * TILE // S + 1,"),), WHOLE_TILES, "out of range", "copy of a box"),
     "scales of any page": (
         (
@@ -107,6 +116,37 @@ def test_a_fault_of_its_copies_is_seen(name: str, faults: dict[str, Future[CaseR
     report = faults[name].result()
     assert report.status == status, report
     assert said in (report.failure or report.out_of_range or "")
+
+
+# Nine programs of two tiles: sequences of three and of five tiles are cut into two and three parts, and a program may hold two of them.
+CUT = Case(spec("fp8_tensor", 64, 64, num_q_heads=4, num_kv_heads=2), (150, 17, 290))
+NINE = DecodeConfig(tile=64, num_programs=9)
+
+# What keeps the programs of one launch apart.
+LAUNCH_FAULTS = {
+    "a count that stays": Edit("gl.store(arrivals_ptr + i_pair, 0)", "pass"),
+    "not waiting for the last": Edit("arrived == last - first", "arrived == 1"),
+    "one place for two parts": Edit("gl.where(pair_lo > i_p * share, 1, 0)", "0"),
+    "another sequence's count": Edit("gl.atomic_add(arrivals_ptr + i_pair,", "gl.atomic_add(arrivals_ptr,"),
+}
+
+
+@pytest.fixture(scope="module")
+def launch_faults(interpreter: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[CaseReport]]:
+    file = "gluon_balanced_sm90.py"
+    return {
+        name: interpreter.submit(probe_mutation, "gluon_sm90", file, (edit,), CUT, NINE, ("nan",), tmp_path_factory.mktemp("fault"))
+        for name, edit in LAUNCH_FAULTS.items()
+    }
+
+
+@pytest.mark.parametrize("name", LAUNCH_FAULTS)
+def test_a_fault_between_programs_is_seen(name: str, launch_faults: dict[str, Future[CaseReport]]) -> None:
+    assert launch_faults[name].result().status == "leak"
+
+
+def test_the_case_of_these_faults_is_clean_without_them(interpreter: WorkerPool) -> None:
+    assert interpreter.submit(probe_interpreted, CUT, NINE, ("nan",), "gluon_sm90").result().status == "clean"
 
 
 def chosen_on_a_cpu() -> tuple[str, str]:
