@@ -104,7 +104,7 @@ GLUON = [
     gluon("scales", "_owns(o_row, row_lo, row_hi, 1, WINDOW)", "(o_row >= 0)", Case(hopper_spec("fp8_token"), (1, 17, 40)), fill="max"),
     gluon("seen scales", "gl.where(m_seen, b_p, 0.0)", "b_p", Case(hopper_spec("fp8_token", query_len=3), (3, 17, 50)), "control"),
     tagged(
-        *("parts", "i_first + j <= last", "i_first + j >= first", Case(hopper_spec(), (17, 300))),
+        *("parts", "i_first + j * stride <= last", "i_first >= first", Case(hopper_spec(), (17, 300))),
         file="gluon_balanced_sm90.py",
         config=DecodeConfig(num_programs=5),
     ),

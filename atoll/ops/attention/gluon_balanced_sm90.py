@@ -2,8 +2,8 @@
 
 All sequences' tiles lie in one line, KV heads within a sequence, and every program takes a stretch of equal length: a segment of each sequence and head that it
 meets. A segment that is a whole sequence is written as output. Of one that was cut, every program leaves its part in the workspace and counts itself; who
-comes last adds the parts up, in the order of the programs, whoever it is, and sets the count back to 0. While a segment is closed, the next one's copies are
-on their way.
+comes last adds the parts up, in the order of the programs, whoever it is, and sets the count back to 0. Many parts are added up in groups first, and the
+last group adds up the groups. While a segment is closed, the next one's copies are on their way.
 
 Sources: work in one line cut evenly is "Stream-K" of Osama et al. (2023) for matrix products; the count of arrivals is that of the threadfence reduction in
 NVIDIA's CUDA samples.
@@ -23,8 +23,9 @@ from atoll.ops.attention.gluon_kernel_sm90 import (
     program_barrier,
 )
 
-# Parts of a sequence that are read at a time while they are added up.
+# Parts of a sequence that are read at a time while they are added up, and parts of a group.
 PARTS = gl.constexpr(4)
+GROUP_PARTS = gl.constexpr(8)
 
 
 @gluon.jit
@@ -55,10 +56,31 @@ def _part_of(i_p, share, pair_lo):
 
 
 @gluon.jit
+def _write_part(partial_o_ptr, partial_lse_ptr, part, acc0, acc1, b_sum, b_max, v_scale, M: gl.constexpr, H: gl.constexpr, mma: gl.constexpr):
+    """Leave a state in the workspace, and see that all threads have before one counts it."""
+    factor, b_lse = _close(b_sum, b_max, v_scale)
+    o_m = gl.arange(0, M, layout=gl.SliceLayout(0, mma))
+    o_e = gl.arange(0, H, layout=gl.SliceLayout(1, mma))
+    o_part = partial_o_ptr + part.to(gl.int64) * (2 * H * M) + (gl.expand_dims(o_e * M, 1) + gl.expand_dims(o_m, 0))
+    gl.store(partial_lse_ptr + part * M + o_m, b_lse)
+    gl.store(o_part, acc0 * gl.expand_dims(factor, 0))
+    gl.store(o_part + H * M, acc1 * gl.expand_dims(factor, 0))
+    program_barrier()
+
+
+@gluon.jit
+def _is_last(arrivals_ptr, others):
+    """Count this program; whether `others` had come before. What each wrote before it was counted is then there to be read, and the count is 0 again."""
+    last = gl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu") == others
+    gl.store(arrivals_ptr, 0, mask=last)
+    return last
+
+
+@gluon.jit
 def _merge_parts(
-    partial_o_ptr, partial_lse_ptr, first, last, share, pair_lo, M: gl.constexpr, H: gl.constexpr, mma: gl.constexpr
+    partial_o_ptr, partial_lse_ptr, first, last, stride, share, pair_lo, M: gl.constexpr, H: gl.constexpr, mma: gl.constexpr
 ):  # fmt: skip
-    """Add up the parts of programs [first, last] in their order: two halves of values, and their sums and maxima (base 2)."""
+    """Add up the parts of programs first, first + stride, ... up to last, in their order: two halves of values, and their sums and maxima (base 2)."""
     o_m = gl.arange(0, M, layout=gl.SliceLayout(0, mma))
     o_e = gl.arange(0, H, layout=gl.SliceLayout(1, mma))
     o_half = gl.expand_dims(o_e * M, 1) + gl.expand_dims(o_m, 0)
@@ -66,12 +88,12 @@ def _merge_parts(
     acc1 = gl.zeros([H, M], gl.float32, mma)
     b_sum = gl.zeros([M], gl.float32, gl.SliceLayout(0, mma))
     b_max = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(0, mma))
-    for i_first in range(first, last + 1, PARTS):
+    for i_first in range(first, last + 1, PARTS * stride):
         # No load waits for another. They read past this multiprocessor's own cache, since others wrote.
         b_top = b_max
         for j in gl.static_range(PARTS):
-            there = i_first + j <= last
-            part = _part_of(i_first + j, share, pair_lo).to(gl.int64)
+            there = i_first + j * stride <= last
+            part = _part_of(i_first + j * stride, share, pair_lo)
             b_top = gl.maximum(b_top, gl.load(partial_lse_ptr + part * M + o_m, mask=there, other=float("-inf"), cache_modifier=".cg"))
         b_shift = gl.where(b_top == float("-inf"), 0.0, b_top)
         b_decay = gl.exp2(b_max - b_shift)
@@ -80,10 +102,10 @@ def _merge_parts(
         acc1 = acc1 * gl.expand_dims(b_decay, 0)
         b_max = b_top
         for j in gl.static_range(PARTS):
-            there = i_first + j <= last  # owned: parts
-            part = _part_of(i_first + j, share, pair_lo).to(gl.int64)
+            there = i_first + j * stride <= last  # owned: parts
+            part = _part_of(i_first + j * stride, share, pair_lo)
             b_weight = gl.exp2(gl.load(partial_lse_ptr + part * M + o_m, mask=there, other=float("-inf"), cache_modifier=".cg") - b_shift)
-            o_part = partial_o_ptr + part * (2 * H * M) + o_half
+            o_part = partial_o_ptr + part.to(gl.int64) * (2 * H * M) + o_half
             b_sum += b_weight
             acc0 += gl.expand_dims(b_weight, 0) * gl.load(o_part, mask=there, other=0.0, cache_modifier=".cg")
             acc1 += gl.expand_dims(b_weight, 0) * gl.load(o_part + H * M, mask=there, other=0.0, cache_modifier=".cg")
@@ -96,7 +118,7 @@ def decode_balanced_kernel(
     lse_ptr,  # [B, QL, HQ] fp32, natural
     partial_o_ptr,  # [NP, 2, 2, D / 2, M] fp32, written: the two halves that the multiply gives
     partial_lse_ptr,  # [NP, 2, M] fp32, base 2
-    arrivals_ptr,  # [B, HKV, ROW_BLOCKS] int32, 0 before and after
+    arrivals_ptr,  # [2, NP, 2] int32, 0 before and after: of a group's parts, where its first is, and of a sequence's groups, where its first is
     q_ptr,  # [B, QL, HQ, D]
     k_desc,  # [P, HKV, S, D], FP8: [P, HKV, S, D / 2] int16; boxes of one page and head
     v_desc,
@@ -239,24 +261,27 @@ def decode_balanced_kernel(
                     stride_lse_b, stride_lse_t, stride_lse_h, GROUP, M, H, FP8, SINKS, mma,
                 )  # fmt: skip
             else:
-                factor, b_lse = _close(b_sum, b_max, v_scale)
-                o_m = gl.arange(0, M, layout=gl.SliceLayout(0, mma))
-                o_e = gl.arange(0, H, layout=gl.SliceLayout(1, mma))
-                part = _part_of(i_p, share, pair_lo).to(gl.int64)
-                gl.store(partial_lse_ptr + part * M + o_m, b_lse)
-                o_part = partial_o_ptr + part * (D * M) + (gl.expand_dims(o_e * M, 1) + gl.expand_dims(o_m, 0))
-                gl.store(o_part, acc0 * gl.expand_dims(factor, 0))
-                gl.store(o_part + H * M, acc1 * gl.expand_dims(factor, 0))
-                # All threads have written before one counts the program, and releases what they wrote with it.
-                program_barrier()
-                arrived = gl.atomic_add(arrivals_ptr + i_pair, 1, sem="acq_rel", scope="gpu")
-                if arrived == last - first:
-                    gl.store(arrivals_ptr + i_pair, 0)
-                    acc0, acc1, b_sum, b_max = _merge_parts(partial_o_ptr, partial_lse_ptr, first, last, share, pair_lo, M, H, mma)
-                    _write_output(
-                        out_ptr, lse_ptr, sinks_ptr, acc0, acc1, b_sum, b_max, 1.0, i_b, i_h, first_m, query_len, stride_out_b, stride_out_t, stride_out_h,
-                        stride_lse_b, stride_lse_t, stride_lse_h, GROUP, M, H, FP8, SINKS, mma,
-                    )  # fmt: skip
+                part = _part_of(i_p, share, pair_lo)
+                group = first + (i_p - first) // GROUP_PARTS * GROUP_PARTS
+                group_last = gl.minimum(group + GROUP_PARTS - 1, last)
+                _write_part(partial_o_ptr, partial_lse_ptr, part, acc0, acc1, b_sum, b_max, v_scale, M, H, mma)
+                if _is_last(arrivals_ptr + _part_of(group, share, pair_lo), group_last - group):
+                    acc0, acc1, b_sum, b_max = _merge_parts(partial_o_ptr, partial_lse_ptr, group, group_last, 1, share, pair_lo, M, H, mma)
+                    complete = last - first < GROUP_PARTS
+                    if not complete:
+                        # The group's parts are read, and nobody else's: its sum takes the first one's place.
+                        program_barrier()
+                        _write_part(partial_o_ptr, partial_lse_ptr, _part_of(group, share, pair_lo), acc0, acc1, b_sum, b_max, 1.0, M, H, mma)
+                        complete = _is_last(arrivals_ptr + 2 * gl.num_programs(0) + _part_of(first, share, pair_lo), (last - first) // GROUP_PARTS)
+                        if complete:
+                            acc0, acc1, b_sum, b_max = _merge_parts(
+                                partial_o_ptr, partial_lse_ptr, first, last, GROUP_PARTS, share, pair_lo, M, H, mma
+                            )  # fmt: skip
+                    if complete:
+                        _write_output(
+                            out_ptr, lse_ptr, sinks_ptr, acc0, acc1, b_sum, b_max, 1.0, i_b, i_h, first_m, query_len, stride_out_b, stride_out_t,
+                            stride_out_h, stride_lse_b, stride_lse_t, stride_lse_h, GROUP, M, H, FP8, SINKS, mma,
+                        )  # fmt: skip
             here = stop
             pair_lo = stop
             i_pair = i_next

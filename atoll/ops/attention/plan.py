@@ -64,7 +64,7 @@ class DecodePlan:
     max_seq_len: int
     partial_o: torch.Tensor  # workspace [B, HKV, NS, QL * G, D] fp32, empty when NS is 1; with num_programs what gluon_balanced_sm90 says
     partial_lse: torch.Tensor  # workspace [B, HKV, NS, QL * G] fp32
-    arrivals: torch.Tensor  # [B, HKV, blocks of 8 rows] int32, 0 between launches; empty without num_programs
+    arrivals: torch.Tensor  # [2, num_programs, 2] int32, 0 between launches
     by_name: bool = False  # the backend was asked for by name: it may not hand a launch to another
     prepared: dict[str, Any] = field(default_factory=dict)  # what the backend's prepare() left for its decode()
 
@@ -161,11 +161,10 @@ def make_workspace(spec: DecodeSpec, batch: int, config: DecodeConfig, device: t
     if config.num_programs:
         # Two parts a program; a kernel works on 8 rows at least, and on a power of two.
         partial = (config.num_programs, 2, max(8, 1 << (rows - 1).bit_length()))
-    counted = (batch, spec.num_kv_heads, -(-rows // 8)) if config.num_programs else (0,)
     return {
         "partial_o": torch.empty((*partial, spec.head_dim), dtype=torch.float32, device=device),
         "partial_lse": torch.empty(partial, dtype=torch.float32, device=device),
-        "arrivals": torch.zeros(counted, dtype=torch.int32, device=device),
+        "arrivals": torch.zeros((2, config.num_programs, 2), dtype=torch.int32, device=device),
     }
 
 
