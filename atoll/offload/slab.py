@@ -27,7 +27,7 @@ from xxhash import xxh3_64_intdigest
 from atoll.errors import ConfigError
 from atoll.offload.base import BlobKind
 
-VERSION = 1  # of this layout, and of how digests are made
+VERSION = 2  # of this layout, and of how digests and fingerprints are made
 _MAGIC = b"ATOLSLAB"
 _HEADER_BYTES = 4096
 _HEADER = struct.Struct("<8sIIQQ")  # magic, version, bytes of the JSON text behind it, number of slots, checksum of all the rest
