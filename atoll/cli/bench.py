@@ -1,5 +1,6 @@
 """`atoll bench`: measured speed of decode attention, of a model's decode steps, of checkpoints and the guard, and of the whole engine."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,7 +23,10 @@ def bench_decode(
     shapes: Annotated[Literal["quick", "full"], typer.Option(help="28 shapes that tell most, or all 513.")] = "quick",
     name_filter: Annotated[str, typer.Option("--filter", help="Only cases whose name contains this, as in 35b-tp1/bf16/p16/q1/16x1024.")] = "",
     limit: Annotated[int | None, typer.Option(help="At most so many cases.", min=1, show_default=False)] = None,
-    backend: Annotated[str, typer.Option(help="auto, gluon_sm90, triton, reference.")] = "auto",
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(help="auto, gluon_sm90, triton, reference, or a peer such as flashinfer_xqa; again: timed beside the first.", show_default="auto"),
+    ] = None,
     adapter: Annotated[list[str] | None, typer.Option(help="Another kernel to time beside: a shipped name or module:function.", show_default=False)] = None,
     l2: Annotated[Literal["warm", "cold", "both"], typer.Option(help="State of the L2 cache before a call.")] = "warm",
     page_order: Annotated[Literal["shuffled", "in_order"], typer.Option(help="Pages as in a pool in long use, or as in a fresh one.")] = "shuffled",
@@ -31,6 +35,9 @@ def bench_decode(
     rounds: Annotated[int, typer.Option(help="Samples per variant; the median counts.", min=1)] = 7,
     jobs: Annotated[int | None, typer.Option(help="Processes that compile kernels.", min=1, show_default="one per core, 16 at most")] = None,
     budget_s: Annotated[float | None, typer.Option(help="Begin no case after so many seconds.", min=0, show_default=False)] = None,
+    run: Annotated[
+        str | None, typer.Option(help="Name of the run; the cases that --out has of it are left out, so the same command goes on.", show_default=False)
+    ] = None,
     tune: Annotated[bool, typer.Option("--tune", help="Sweep the kernel's tuning instead.")] = False,
     seed: Annotated[int, typer.Option(help="Of lengths, pages and values.", min=0, max=MAX_SEED)] = 0,
     device: Annotated[str, typer.Option(help="auto, cuda, cuda:1; cpu only tries the command out.")] = "auto",
@@ -38,22 +45,31 @@ def bench_decode(
     commit: Annotated[str | None, typer.Option(help="Commit to note in rows.", show_default="the checkout's")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON lines on stdout instead of a table.")] = False,
 ) -> None:
-    """Time decode attention: masked against unmasked against others, each case checked first."""
+    """Time decode attention: masked against unmasked against others, each case checked first. Rows go to --out case by case."""
     target = torch_device(device)
     if target.type != "cuda" and device == "auto":
         fail("bench decode needs a GPU, and torch finds none; pass --device cpu to try the command with the reference backend")
+    from dataclasses import asdict
+
     from atoll.bench.decode import DecodeBenchOptions, run_decode
-    from atoll.bench.rows import check_writable
+    from atoll.bench.rows import DecodeRow, check_writable, environment, measured_cases
+    from atoll.ops.attention import BACKENDS
     from atoll.probe.adapters import get_adapter
 
+    if run is not None and out is None:
+        fail(f"--run {run} has no file to go on from; give --out too")
     if out is not None:
         check_writable(out)
+    env = environment(target, commit)
+    ours = [name for name in backend or () if name == "auto" or name in BACKENDS] or ["auto"]
+    others = [name for name in backend or () if name not in ours]
     options = DecodeBenchOptions(
         shapes=shapes,
         name_filter=name_filter,
         limit=limit,
-        backend=backend,
-        adapters={name: get_adapter(name) for name in adapter or ()},
+        backend=ours[0],
+        beside=tuple(ours[1:]),
+        adapters={name: get_adapter(name) for name in [*others, *(adapter or ())]},
         l2=("warm", "cold") if l2 == "both" else (l2,),
         page_order=page_order,
         unmasked=unmasked,
@@ -63,47 +79,49 @@ def bench_decode(
         budget_s=budget_s,
         seed=seed,
         device=target,
+        run=run,
+        measured=measured_cases(out, run, env) if out is not None and run is not None else frozenset(),
     )
+
+    def keep(rows: list[DecodeRow]) -> None:
+        # At once: a later case may end the process.
+        emit_rows([asdict(row) | asdict(env) for row in rows], out, as_json=as_json)
+
     if tune:
-        _tune(options, out, commit, as_json=as_json)
+        _tune(options, keep, as_json=as_json)
         return
     from atoll.bench.report import case_lines
 
-    report = run_decode(options, on_case=lambda rows: None if as_json else typer.echo("\n".join(case_lines(rows, None))))
-    _finish(report, options, out, commit, as_json=as_json)
+    def on_case(rows: list[DecodeRow]) -> None:
+        keep(rows)
+        if not as_json:
+            typer.echo("\n".join(case_lines(rows, None)))
+
+    _finish(run_decode(options, on_case), as_json=as_json)
 
 
-def _finish(report: "DecodeReport", options: "DecodeBenchOptions", out: Path | None, commit: str | None, *, as_json: bool) -> None:
+def _finish(report: "DecodeReport", *, as_json: bool) -> None:
     from atoll.bench.report import summary_lines
 
-    _keep(report.rows, options, out, commit, as_json=as_json)
     for line in summary_lines(report.rows, report.read_gbps, report.roof_gbps):
         typer.echo(line, err=as_json)
     if report.num_left_out:
-        typer.echo(f"{report.num_left_out} cases were left out (time budget, or interrupted)", err=True)
+        typer.echo(f"{report.num_left_out} cases were left out (time budget, or interrupted); with --run the same command goes on with them", err=True)
     for failure in report.gate_failures:
         typer.echo(f"gate failed: {failure}", err=True)
     if report.interrupted:
         raise typer.Exit(EXIT_INTERRUPT)
+    if report.lost is not None:
+        fail(f"{report.lost}; leave it out, or go on behind that case with --run")
     if report.gate_failures:
         raise typer.Exit(EXIT_FOUND)
 
 
-def _tune(options: "DecodeBenchOptions", out: Path | None, commit: str | None, *, as_json: bool) -> None:
+def _tune(options: "DecodeBenchOptions", keep: "Callable[[list[DecodeRow]], None]", *, as_json: bool) -> None:
     from atoll.bench.tune import run_tune
 
     all_tuned = run_tune(options, on_case=lambda tuned: None if as_json else typer.echo(tuned.line()))
-    rows = [row for tuned in all_tuned for row in tuned.rows(options.backend, options.seed)]
-    _keep(rows, options, out, commit, as_json=as_json)
-
-
-def _keep(rows: "list[DecodeRow]", options: "DecodeBenchOptions", out: Path | None, commit: str | None, *, as_json: bool) -> None:
-    from dataclasses import asdict
-
-    from atoll.bench.rows import environment
-
-    env = environment(options.device, commit)
-    emit_rows([asdict(row) | asdict(env) for row in rows], out, as_json=as_json)
+    keep([row for tuned in all_tuned for row in tuned.rows(options.backend, options.seed)])
 
 
 def emit_rows(found: list[dict[str, Any]], out: Path | None, *, as_json: bool) -> None:

@@ -241,7 +241,7 @@ def test_run_on_a_gpu_tells_warm_from_cold(device: torch.device) -> None:
     assert [r.l2 for r in report.rows] == ["warm"] * 3 + ["cold"] * 3
     assert all(r.time_us is not None for r in report.rows)
     assert report.read_gbps is not None
-    assert {r.roof_gbps for r in report.rows} == {report.roof_gbps}
+    assert max(r.roof_gbps or 0 for r in report.rows) == report.roof_gbps
 
 
 @pytest.mark.gpu
