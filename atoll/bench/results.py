@@ -29,8 +29,8 @@ class CaseResult:
 
     @cached_property
     def masked(self) -> DecodeRow | None:
-        """The kernel that the case is about: the first that was asked for."""
-        return next((row for row in self.rows if row.mask_unowned_kv and not row.repeat and row.time_us is not None), None)
+        """The kernel that the case is about: the first that was asked for, whether it was timed or failed its gate."""
+        return next((row for row in self.rows if row.mask_unowned_kv and not row.repeat), None)
 
     @property
     def mask_ratio(self) -> float | None:

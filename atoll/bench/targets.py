@@ -162,7 +162,7 @@ def _ahead(warm: list[CaseResult], published: Published | None) -> list[Verdict]
 
 def _without_peer(warm: Iterable[CaseResult]) -> list[DecodeShape]:
     """Shapes of the formats that are compared which no peer was asked to run. One that every peer refused has none, and is not waited for."""
-    asked = {case.shape for case in warm if case.peers and case.masked is not None}
+    asked = {case.shape for case in warm if case.peers and case.masked is not None and case.masked.time_us is not None}
     return [shape for shape in full_shapes() if shape.kv_format in AHEAD_GEOMEANS and shape not in asked]
 
 

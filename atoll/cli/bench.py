@@ -181,11 +181,14 @@ def bench_model(
     shape: Annotated[str, typer.Option(help="qwen3.5-35b-a3b, or tiny to try the command out.")] = "qwen3.5-35b-a3b",
     batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,16,64,256",
     context: Annotated[str, typer.Option(help="Tokens of each sequence, comma-separated; cases that do not fit in memory are left out.")] = "1024",
-    kv_format: Annotated[str, typer.Option(help="bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "bf16",
+    kv_format: Annotated[str, typer.Option(help="Comma-separated: bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "bf16",
     page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
     replays: Annotated[int, typer.Option(help="Measured steps; the median counts.", min=1)] = 30,
     profile: Annotated[bool, typer.Option("--profile", help="Also say which kernels a step's time goes to.")] = False,
-    backend: Annotated[str, typer.Option(help="Attention: auto, gluon_sm90, triton, reference.")] = "auto",
+    attention_backend: Annotated[
+        list[str] | None,
+        typer.Option("--attention-backend", "--backend", help="auto, gluon_sm90, triton, reference; again: takes turns with the first.", show_default="auto"),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of weights, tokens, keys, values and states.", min=0, max=MAX_SEED)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
@@ -193,9 +196,11 @@ def bench_model(
     commit: Annotated[str | None, typer.Option(help="Commit to note in rows.", show_default="the checkout's")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON lines on stdout instead of a table.")] = False,
 ) -> None:
-    """Time a model's decode steps with random weights, sequences already computed up to the context."""
+    """Time a model's decode steps with random weights, sequences already computed up to the context, one or several attention backends in turn."""
     batches, contexts = split_numbers("--batch", batch), split_numbers("--context", context)
-    make_engine_config({"device": device, "dtype": dtype, "kv_format": kv_format, "page_size": page_size})
+    kv_formats = tuple("bf16" if name == "auto" else name for name in split_names(kv_format))
+    for name in kv_formats:
+        make_engine_config({"device": device, "dtype": dtype, "kv_format": name, "page_size": page_size})
     target = torch_device(device)
     if target.type != "cuda" and shape != "tiny":
         fail(f"bench model needs a GPU for the shape {shape!r}, this is {target}; pass --shape tiny to try the command out")
@@ -208,8 +213,8 @@ def bench_model(
     if out is not None:
         check_writable(out)
     env = environment(target, commit)
-    kv_format = "bf16" if kv_format == "auto" else kv_format
-    options = ModelBenchOptions(shape, batches, contexts, kv_format, page_size, replays, profile, target, choose_dtype(dtype), backend, seed)
+    backends = tuple(attention_backend or ["auto"])
+    options = ModelBenchOptions(shape, batches, contexts, kv_formats, page_size, replays, profile, target, choose_dtype(dtype), backends, seed)
 
     def keep(row: ModelRow) -> None:
         # At once: a later case may run out of memory.

@@ -273,7 +273,7 @@ def test_folder_as_output_is_refused_before_the_run(tmp_path: Path) -> None:
 def test_environment_names_device_and_versions() -> None:
     env = environment(CPU, commit="abc")
     assert env.device.startswith("cpu")
-    assert (env.commit, env.torch) == ("abc", torch.__version__)
+    assert (env.commit, env.torch, env.device_id) == ("abc", torch.__version__, None)
 
 
 def test_comparison_of_masked_with_unmasked() -> None:

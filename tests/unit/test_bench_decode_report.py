@@ -5,9 +5,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from matplotlib.axes import Axes
 from typer.testing import CliRunner, Result
 
 from atoll.bench.decode_report import report_lines
@@ -143,6 +143,18 @@ def test_a_peer_that_refuses_is_not_waited_for_and_one_that_was_not_asked_is() -
     assert verdicts_of(refuse)["ahead of the fastest peer, warm L2"].measured.startswith("100.0% of 398, 0 without a peer")
     alone = make_results([(row, ENV) for row in made_rows() if row.backend != "flashinfer_xqa"])
     assert {v.target: v.word for v in judge(alone)}["ahead of the fastest peer, warm L2"] == "not measured"
+
+
+def test_a_kernel_that_failed_its_gate_is_not_replaced_by_another_of_ours() -> None:
+    def fail(row: DecodeRow) -> None:
+        if row.backend == "gluon_sm90" and row.case == ONE:
+            row.time_us, row.rel_error, row.note = None, 0.5, "error 0.5 against the reference is above 0.01"
+
+    found = verdicts_of(fail)
+    for target in (TIME, WORST, BEYOND, "ahead of the fastest peer, warm L2"):
+        assert found[target].met is None, target
+    assert found["error against each peer's"].met is False
+    assert "- 6 x gluon_sm90: error 0.5 against the reference is above 0.01" in report_lines(results_of(fail), [])
 
 
 def test_published_figures_count_where_the_peer_was_not_timed_and_are_said_to_be_so() -> None:
@@ -283,9 +295,12 @@ def test_the_command_checks(kept: Path, tmp_path: Path) -> None:
 
 
 def test_the_same_rows_give_the_same_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Here, so that the other tests run on a machine without it.
+    from matplotlib.axes import Axes
+
     drawn_points = list[tuple[float, float]]()
 
-    def scatter(axes: Axes, x: list[float], y: list[float], **style: object) -> object:
+    def scatter(axes: Any, x: list[float], y: list[float], **style: object) -> object:
         drawn_points.extend(zip(x, y, strict=True))
         return plain_scatter(axes, x, y, **style)
 
