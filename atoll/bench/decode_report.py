@@ -1,7 +1,7 @@
 """`bench decode-report`: rows of `bench decode` as Markdown tables: by model, format, page and query length; the mask; each peer; the targets."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from atoll.bench.published import Published
 from atoll.bench.report import SLOWER_LIMIT, Comparison
@@ -14,7 +14,7 @@ def report_lines(results: Results, verdicts: Sequence[Verdict], published: Publi
     if published is not None:
         lines.append(f"- published figures, not of this run: {published.measured_on}")
     sections = {
-        "By model, KV format, page size and query length": table(_GROUP_HEAD, _group_rows(results)),
+        "By model, KV format, page size and query length": _group_table(results),
         "Masked against unmasked": [*table(_MASK_HEAD, _mask_rows(results)), *_elsewhere(published)],
         "Against others, whose time over ours": table(_OTHERS_HEAD, _other_rows(results, published)),
         "Targets": table(("target", "limit", "measured", ""), [(v.target, v.limit, v.measured, v.word) for v in verdicts]),
@@ -53,7 +53,14 @@ def _header(results: Results) -> list[str]:
 _GROUP_HEAD = ("L2", "model", "KV", "page", "QL", "n", "masked/unmasked", "worst", "time/floor", "worst", "error")
 
 
-def _group_rows(results: Results) -> list[tuple[str, ...]]:
+def _group_table(results: Results) -> list[str]:
+    """With two columns for each other kernel of the run: its time over ours, geomean and least."""
+    others = list(dict.fromkeys(name for case in results.cases for name, row in case.others.items() if row.time_us is not None))
+    head = (*_GROUP_HEAD, *(column for name in others for column in (f"{name}/ours", "least")))
+    return table(head, [(*cells, *(cell for name in others for cell in _other_cells(cases, name))) for cells, cases in _groups(results)])
+
+
+def _groups(results: Results) -> Iterator[tuple[tuple[str, ...], list[CaseResult]]]:
     groups: dict[tuple[str, ...], list[CaseResult]] = defaultdict(list)
     for case in sorted(results.cases, key=lambda case: (results.l2_states.index(case.l2), case.shape.heads.name, case.shape.kv_format, case.shape.page_size)):
         shape = case.shape
@@ -61,7 +68,20 @@ def _group_rows(results: Results) -> list[tuple[str, ...]]:
         groups[case.l2 or "", "all", "", "", ""].append(case)
     # The sum of an L2 state stands behind its groups.
     ordered = sorted(groups.items(), key=lambda item: (results.l2_states.index(item[0][0] or None), item[0][1] == "all"))
-    return [(*key, str(len(cases)), *_ratio_cells(cases), _error(cases)) for key, cases in ordered]
+    for key, cases in ordered:
+        yield (*key, str(len(cases)), *_ratio_cells(cases), _error(cases)), cases
+
+
+def _other_cells(cases: Sequence[CaseResult], name: str) -> tuple[str, str]:
+    ratios = {case.label: ratio for case in cases if (ratio := _over_ours(case, name)) is not None}
+    return (f"{Comparison(ratios).geomean:.3f}", f"{min(ratios.values()):.3f}") if ratios else ("", "")
+
+
+def _over_ours(case: CaseResult, name: str) -> float | None:
+    ours, theirs = case.masked, case.others.get(name)
+    if ours is None or ours.time_us is None or theirs is None or theirs.time_us is None:
+        return None
+    return theirs.time_us / ours.time_us
 
 
 def _ratio_cells(cases: Sequence[CaseResult]) -> tuple[str, ...]:
@@ -118,8 +138,8 @@ def _other_rows(results: Results, published: Published | None) -> list[tuple[str
             continue
         for name, row in case.others.items():
             key: _OtherKey = (case.l2 or "", case.shape.kv_format, name, "this run")
-            if row.time_us is not None:
-                ratios[key][case.shape.name] = row.time_us / case.masked.time_us
+            if (ratio := _over_ours(case, name)) is not None:
+                ratios[key][case.shape.name] = ratio
                 errors[key] = max(errors.get(key, 0.0), row.rel_error or 0.0)
         for peer in published.peers if published is not None and case.l2 == "warm" else ():
             key = (case.l2 or "", case.shape.kv_format, peer.name, "published")

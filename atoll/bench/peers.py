@@ -112,8 +112,8 @@ def _build(key: PeerKey, device: torch.device) -> str | None:
     name, shape = key
     try:
         peer_calls(get_adapter(name), BenchPool([shape], device).workload(shape))
-    except BackendError as error:
-        return str(error)
+    except RuntimeError as error:  # of a peer, or of a device that the last peer in this process broke
+        return str(error).strip().splitlines()[0]
     return None
 
 

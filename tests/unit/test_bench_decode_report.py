@@ -187,9 +187,13 @@ def test_our_published_file_has_the_28_shapes() -> None:
 
 def test_tables_by_hand() -> None:
     slower = change("35b-tp1/bf16/p16/q1/1x1024", "unmasked", time=1 / 1.1)
-    lines = report_lines(results_of(slower), [Verdict("a", "1", "2", False)])
+    faster_peer = change("35b-tp1/bf16/p16/q1/1x1024", "peer", time=0.5)
+    lines = report_lines(results_of(slower, faster_peer), [Verdict("a", "1", "2", False)])
     [group] = [line for line in lines if line.startswith("| warm | 35b-tp1  | bf16       | 16   | 1  | 19 ")]
     assert f"| {1.1 ** (1 / 19) - 1:+.2%} " in group and "| +10.0% | 1.02 " in group and "| 0.20% |" in group
+    head = next(line for line in lines if line.startswith("| L2   | model"))
+    assert [cell.strip() for cell in head.split("|")[-5:-1]] == ["triton/ours", "least", "flashinfer_xqa/ours", "least"]
+    assert [cell.strip() for cell in group.split("|")[-5:-1]] == ["0.900", "0.900", f"{1.5 * 0.5 ** (1 / 19):.3f}", "0.750"]
     [everything] = [line for line in lines if line.startswith("| cold | all ")]
     assert "| 513 | +0.00%" in everything
     [mask] = [line for line in lines if line.startswith("| warm | 513 |") and "noise" not in line]

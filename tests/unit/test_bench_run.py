@@ -189,6 +189,34 @@ def test_a_cold_peer_reads_other_tables_in_each_call_or_is_left_out(monkeypatch:
         peer_calls(adapter, work)
 
 
+@pytest.mark.gpu
+def test_everything_is_timed_warm_and_cold_on_a_gpu(device: torch.device) -> None:
+    sketch = "atoll.bench.sketch:sketch"
+    options = {"beside": ("triton",), "adapters": {sketch: get_adapter(sketch)}, "l2": ("warm", "cold"), "device": device, "jobs": 2}
+    report = run(name_filter="35b-tp1/bf16/p16/q1/16x1024", **options)
+    assert report.gate_failures == [] and report.lost is None
+    assert all(row.time_us is not None for row in report.rows), [row.note for row in report.rows]
+    assert {(row.backend, row.l2) for row in report.rows} >= {(name, l2) for name in ("triton", sketch) for l2 in ("warm", "cold")}
+
+
+@pytest.mark.gpu
+def test_a_peer_that_waits_for_the_device_costs_only_its_cell(device: torch.device) -> None:
+    def waits(problem: DecodeProblem) -> PeerCall:
+        def call() -> tuple[torch.Tensor, None]:
+            torch.cuda.synchronize()
+            return problem.q, None
+
+        return call
+
+    # Built where its name can be found, so here it is tried case by case.
+    work = BenchPool([full_shapes()[0]], device).workload(full_shapes()[0])
+    with pytest.raises(BackendError, match="captur"):
+        peer_calls(waits, work)
+    torch.cuda.synchronize()
+    calls, _ = peer_calls(get_adapter("atoll.bench.sketch:sketch"), work)
+    assert len(calls) == 1
+
+
 def test_no_such_run_is_no_error_and_no_case_is_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no case of --shapes quick contains 'p32'"):
         run(name_filter="p32")
