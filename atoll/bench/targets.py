@@ -27,6 +27,7 @@ MASK_WORST = 1 + SLOWER_LIMIT
 AHEAD_SHARE = 0.95
 AHEAD_GEOMEANS: dict[KVFormat, float] = {"bf16": 1.3, "fp8_tensor": 1.15}
 L2_STATES = ("warm", "cold")
+ALL_SHAPES = tuple(full_shapes())
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def _error_of_peers(results: Results, published: Published | None) -> Verdict:
 def _mask(l2: str, cases: list[CaseResult]) -> list[Verdict]:
     ratios = {case.shape.name: case.mask_ratio for case in cases if case.mask_ratio is not None}
     beyond = {case.shape.name: float(mask_beyond_noise(case)) for case in cases if case.mask_ratio is not None and case.noise_ratio is not None}
-    expected = len(full_shapes())
+    expected = len(ALL_SHAPES)
     counted = f"{len(ratios)} of {expected} shapes"
     geomean, worst = "", ""
     if ratios:
@@ -163,7 +164,7 @@ def _ahead(warm: list[CaseResult], published: Published | None) -> list[Verdict]
 def _without_peer(warm: Iterable[CaseResult]) -> list[DecodeShape]:
     """Shapes of the formats that are compared which no peer was asked to run. One that every peer refused has none, and is not waited for."""
     asked = {case.shape for case in warm if case.peers and case.masked is not None and case.masked.time_us is not None}
-    return [shape for shape in full_shapes() if shape.kv_format in AHEAD_GEOMEANS and shape not in asked]
+    return [shape for shape in ALL_SHAPES if shape.kv_format in AHEAD_GEOMEANS and shape not in asked]
 
 
 def _of_35b(cases: Iterable[CaseResult], kv_format: KVFormat, batch: int, ctx: int) -> list[CaseResult]:
@@ -172,7 +173,7 @@ def _of_35b(cases: Iterable[CaseResult], kv_format: KVFormat, batch: int, ctx: i
 
 
 def _count(holds: Callable[[DecodeShape], bool]) -> int:
-    return sum(holds(shape) for shape in full_shapes())
+    return sum(holds(shape) for shape in ALL_SHAPES)
 
 
 def _all(values: Mapping[str, float], expected: int, holds: Callable[[float], bool]) -> bool | None:

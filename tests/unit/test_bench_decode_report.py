@@ -1,5 +1,8 @@
 """The decode report on made-up rows with known answers: each target is seen met and, just past its limit, missed; what must not be mixed is refused."""
 
+import copy
+import functools
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -29,23 +32,30 @@ ON_A_LATER_CASE = "35b-tp1/fp8_tensor/p128/q1/64x4096"
 Change = Callable[[DecodeRow], None]
 
 
-def made_rows(*changes: Change, l2s: tuple[str, ...] = ("warm", "cold")) -> list[DecodeRow]:
-    """Every shape as all targets want it: at 98 % of the roof, the mask for nothing, the peer half as fast again and less exact; then changed."""
-    rows = []
-    for l2 in l2s:
-        for shape in full_shapes():
-            num_bytes = shape.batch * shape.ctx
-            time_us = num_bytes / ROOF_GBPS / 1e3 / 0.98
-
-            def row(backend: str, mask: bool | None, repeat: int, time_us: float, error: float, shape=shape, l2=l2, num_bytes=num_bytes) -> DecodeRow:  # type: ignore[no-untyped-def]
-                return DecodeRow(shape.name, shape.batch, shape.ctx, backend, mask, repeat, l2, num_bytes, 1, time_us, 0.0, error, ROOF_GBPS, run="full")
-
-            rows += [row("gluon_sm90", True, repeat, time_us, 0.002) for repeat in (0, 1)]
-            rows += [row("gluon_sm90", False, 0, time_us, 0.002), row("triton", True, 0, 0.9 * time_us, 0.002)]
-            rows.append(row("flashinfer_xqa", None, 0, 1.5 * time_us, 0.03))
+def made_rows(*changes: Change) -> list[DecodeRow]:
+    """Every shape as all targets want it, then changed."""
+    rows = [copy.copy(row) for row in perfect_rows()]
     for change in changes:
-        for one in rows:
-            change(one)
+        for row in rows:
+            change(row)
+    return rows
+
+
+@functools.cache
+def perfect_rows() -> list[DecodeRow]:
+    """At 98 % of the roof, the mask for nothing, the portable kernel faster by a tenth, and a peer that takes half as long again and is less exact."""
+    variants: tuple[tuple[str, bool | None, int, float, float], ...] = (
+        ("gluon_sm90", True, 0, 1.0, 0.002),
+        ("gluon_sm90", True, 1, 1.0, 0.002),
+        ("gluon_sm90", False, 0, 1.0, 0.002),
+        ("triton", True, 0, 0.9, 0.002),
+        ("flashinfer_xqa", None, 0, 1.5, 0.03),
+    )
+    rows = []
+    for l2, shape, (backend, mask, repeat, share, error) in itertools.product(("warm", "cold"), full_shapes(), variants):
+        num_bytes = shape.batch * shape.ctx
+        time_us = share * num_bytes / ROOF_GBPS / 1e3 / 0.98
+        rows.append(DecodeRow(shape.name, shape.batch, shape.ctx, backend, mask, repeat, l2, num_bytes, 1, time_us, 0.0, error, ROOF_GBPS, run="full"))
     return rows
 
 
@@ -62,8 +72,8 @@ def change(case: str, kind: str, *, time: float = 1.0, time_us: float | None = N
     kinds = {"masked": (True, 0), "again": (True, 1), "unmasked": (False, 0), "peer": (None, 0)}
 
     def apply(row: DecodeRow) -> None:
-        ours = row.backend != "triton" and (row.mask_unowned_kv, row.repeat) == kinds[kind]
-        if ours and case in row.case and row.l2 == l2 and row.time_us is not None:
+        wanted = row.backend != "triton" and (row.mask_unowned_kv, row.repeat) == kinds[kind]
+        if wanted and case in row.case and row.l2 == l2 and row.time_us is not None:
             row.time_us = time_us if time_us is not None else row.time_us * time
             row.rel_error = error if error is not None else row.rel_error
 
@@ -124,7 +134,7 @@ def test_a_target_is_met_at_its_limit_and_missed_past_it(changes: list[Change], 
 
 
 def test_what_is_not_there_is_not_met() -> None:
-    warm = {v.target: v for v in judge(make_results([(row, ENV) for row in made_rows(l2s=("warm",))]))}
+    warm = {v.target: v for v in judge(make_results([(row, ENV) for row in made_rows() if row.l2 == "warm"]))}
     assert {v.word for name, v in warm.items() if "cold" in name} == {"not measured"}
     without = make_results([(row, ENV) for row in made_rows() if row.case != ONE])
     for target in (TIME, WORST, BEYOND, "ahead of the fastest peer, warm L2"):
@@ -204,7 +214,7 @@ def test_tables_by_hand() -> None:
 
 
 def test_a_floor_is_of_the_best_rate_of_all_commands_on_one_gpu() -> None:
-    rows = made_rows(l2s=("warm",))
+    rows = [row for row in made_rows() if row.l2 == "warm"]
     rows[0].roof_gbps = 2 * ROOF_GBPS
     assert all(case.over_floor == pytest.approx(2 / 0.98) for case in make_results([(row, ENV) for row in rows]).cases)
     other = replace(ENV, device_id="other")

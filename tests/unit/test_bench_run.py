@@ -14,7 +14,7 @@ from atoll.bench.peers import compile_peers, decode_problem, peer_calls, peer_ke
 from atoll.bench.report import case_lines, summary_lines, variant_key
 from atoll.bench.rows import DecodeRow
 from atoll.bench.shapes import DecodeShape, ModelHeads, full_shapes
-from atoll.bench.workload import BenchPool
+from atoll.bench.workload import BenchPool, cold_copies, pool_bytes
 from atoll.cli import app
 from atoll.errors import BackendError, ConfigError
 from atoll.probe import DecodeProblem
@@ -215,6 +215,13 @@ def test_a_peer_that_waits_for_the_device_costs_only_its_cell(device: torch.devi
     torch.cuda.synchronize()
     calls, _ = peer_calls(get_adapter("atoll.bench.sketch:sketch"), work)
     assert len(calls) == 1
+
+
+def test_all_shapes_fit_beside_their_peers() -> None:
+    l2_bytes = 60 << 20  # more than an H200 has
+    # The largest holds 256 x 16384 tokens in bf16, 8.6 GB; the smallest are read from some hundred tables in turn.
+    assert 256 * 16384 * 2048 <= pool_bytes(full_shapes(), l2_bytes) < 10e9
+    assert 100 < max(cold_copies(shape, l2_bytes) for shape in full_shapes()) < 1000
 
 
 def test_no_such_run_is_no_error_and_no_case_is_one(tmp_path: Path) -> None:
