@@ -6,8 +6,9 @@ also names the workspace and the outputs, so that the probe can poison them; any
 """
 
 import importlib
+import itertools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -51,26 +52,34 @@ class BackendAdapter:
     decode: DecodeFunction | None = None
 
     def __call__(self, problem: DecodeProblem) -> Run:
-        plan = plan_decode(
-            problem.spec,
-            problem.seq_lens,
-            problem.page_table,
-            device=problem.device,
-            backend=self.backend,
-            max_seq_len=problem.case.max_seq_len,
-            config=self.config,
-        )
+        on_cpu = problem.device.type == "cpu"
+        gluon = _gluon_interpreter() if on_cpu and self.backend == "gluon_sm90" else None
+        with gluon() if gluon is not None else nullcontext():
+            plan = plan_decode(
+                problem.spec,
+                problem.seq_lens,
+                problem.page_table,
+                device=problem.device,
+                backend=self.backend,
+                max_seq_len=problem.case.max_seq_len,
+                config=self.config,
+            )
         out = torch.empty_like(problem.q)
         lse = torch.empty(problem.q.shape[:3], dtype=torch.float32, device=problem.device)
-        on_cpu_triton = plan.backend == "triton" and problem.device.type == "cpu"
         kv = problem.kv
         buffers = (
             *(problem.q, problem.buffer, kv.k_scale, kv.v_scale, problem.sinks),
-            *(plan.seq_lens, plan.page_table, plan.partial_o, plan.partial_lse, out, lse),
+            *(plan.seq_lens, plan.page_table, plan.partial_o, plan.partial_lse, plan.arrivals, out, lse),
         )
+        calls = itertools.count()
 
         def call() -> Result:
-            with interpreted(buffers) if on_cpu_triton else nullcontext():
+            with ExitStack() as stack:
+                if on_cpu and plan.backend in ("triton", "gluon_sm90"):
+                    stack.enter_context(interpreted(buffers))
+                if gluon is not None:
+                    # Another order of programs in each call: what depends on it shows as a leak.
+                    stack.enter_context(gluon(next(calls)))
                 if self.decode is not None:
                     self.decode(problem.q, problem.kv, plan, out, lse, problem.sinks)
                 else:
@@ -78,6 +87,17 @@ class BackendAdapter:
             return out, lse
 
         return Run(call, workspace=(plan.partial_o, plan.partial_lse), outputs=(out, lse))
+
+
+def _gluon_interpreter() -> Callable[..., AbstractContextManager[None]] | None:
+    """What runs Gluon kernels on a CPU, where Triton interprets too."""
+    import triton
+
+    if not triton.knobs.runtime.interpret:
+        return None
+    from atoll.probe.gluon_interpreter import gluon_interpreted
+
+    return gluon_interpreted
 
 
 def leaky_control(problem: DecodeProblem) -> Run:

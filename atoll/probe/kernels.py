@@ -13,9 +13,9 @@ import torch
 from atoll.errors import BackendError
 from atoll.probe.adapters import Adapter, Result, Run
 from atoll.probe.cases import Case, DecodeProblem, as_bits
-from atoll.probe.interpreter import OutOfRangeError
 from atoll.probe.oracle import ErrorReport, compare
 from atoll.probe.poison import FILLS, fill_tensor, parts_of, places, poison, poison_cache, poison_rows, saved_rows
+from atoll.probe.watch import OutOfRangeError
 
 # A neighbour's rows lie where `freed` rows may lie too, so that two fills say enough and save a third of the runs.
 _NEIGHBOUR_FILLS = ("nan", "random")

@@ -46,9 +46,9 @@ def compiling_pool() -> WorkerPool:
     return WorkerPool(interpret=False)
 
 
-def probe_interpreted(case: Case, config: DecodeConfig | None, fills: tuple[str, ...]) -> CaseReport:
-    """The Triton backend, interpreted, on one case."""
-    return probe_case(BackendAdapter("triton", config), case, fills=fills)
+def probe_interpreted(case: Case, config: DecodeConfig | None, fills: tuple[str, ...], backend: str = "triton") -> CaseReport:
+    """A Triton or Gluon backend, interpreted, on one case."""
+    return probe_case(BackendAdapter(backend, config), case, fills=fills)
 
 
 def rows_changed_by_flag(case: Case, backend: str, config: DecodeConfig | None = None, device: str | torch.device = "cpu") -> int:

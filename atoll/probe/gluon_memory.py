@@ -1,0 +1,209 @@
+"""Shared memory of an interpreted Gluon program, its barriers and its copies by TMA, each as late and as hostile as hardware may be.
+
+Fresh memory holds NaN. A copy makes its destination NaN when it is issued; its bytes arrive when the barrier's phase is waited for. What on a GPU would hang or
+race is a HazardError: a wait for a phase that cannot come, a byte count that is not what was issued, a read of memory that a copy is still to write, a copy
+into memory that was read since all threads last met (`program_barrier`), and copies in flight when the program ends.
+
+Not modelled: proxy fences, and races among the threads of a program over what they store themselves (the compiler places those barriers).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+
+from atoll.probe.gluon_values import Value, bits_of, from_bits, hostile_bits
+from atoll.probe.watch import watch
+
+DTYPES: dict[torch.dtype, tl.dtype] = {
+    torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
+    torch.int16: tl.int16,
+    torch.int32: tl.int32,
+    torch.int64: tl.int64,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+}
+
+
+class HazardError(RuntimeError):
+    """What on a GPU would hang, or read or overwrite memory too soon."""
+
+
+class Descriptor:
+    """What a kernel sees of a host's TensorDescriptor."""
+
+    def __init__(self, host: Any) -> None:
+        bits = host.base.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[host.base.element_size()])
+        strided = bits.as_strided(host.shape, host.strides).numpy()
+        self.bits = strided.view(f"u{strided.itemsize}")
+        self.dtype = DTYPES[host.base.dtype]
+        self.block_type = tl.block_type(self.dtype, list(host.block_shape))
+        self.layout = host.layout
+        if host.padding != "zero":
+            raise TypeError(f"a descriptor's padding {host.padding!r} is not interpreted: only zero is")
+
+    @property
+    def block_shape(self) -> list[int]:
+        return list(self.block_type.shape)
+
+    def box(self, corner: Sequence[int]) -> np.ndarray:
+        """The bits of one box; zeros beyond the tensor. A box that lies outside altogether is what a page id that does not exist asks for: a stray."""
+        result = np.zeros(self.block_shape, self.bits.dtype)
+        bounds = [(max(at, 0), min(at + n, size)) for at, n, size in zip(corner, self.block_shape, self.bits.shape, strict=True)]
+        if any(low >= high for low, high in bounds):
+            watch.strays.append(f"copy of a box at {list(corner)} of a tensor of shape {list(self.bits.shape)}")
+            return result
+        here = tuple(slice(low - at, high - at) for (low, high), at in zip(bounds, corner, strict=True))
+        result[here] = self.bits[tuple(slice(low, high) for low, high in bounds)]
+        return result
+
+
+@dataclass
+class Barrier:
+    """An mbarrier: its phase ends when all have arrived and all expected bytes are there."""
+
+    count: int
+    left: int  # arrivals of this phase still to come
+    phase: int = 0  # parity of the phase that runs
+    expected: int = 0  # bytes
+    copies: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # destination, bits
+
+    @property
+    def issued(self) -> int:
+        return sum(bits.nbytes for _, bits in self.copies)
+
+    def arrive(self, count: int = 1) -> None:
+        if count > self.left:
+            raise HazardError(f"{count} arrivals at a barrier that waits for {self.left} more; its phase was never waited for")
+        self.left -= count
+        if not self.left and not self.expected and not self.copies:
+            self._next_phase()
+
+    def expect(self, num_bytes: int) -> None:
+        """One arrival, and so many bytes more until the phase ends."""
+        self.expected += num_bytes
+        self.arrive()
+
+    def wait(self, phase: int) -> None:
+        if phase not in (0, 1):
+            raise HazardError(f"a wait for phase {phase}, which is neither 0 nor 1, would hang")
+        if phase != self.phase:
+            return
+        if self.left:
+            raise HazardError(f"a wait for a phase with {self.left} arrivals missing would hang")
+        if self.issued != self.expected:
+            raise HazardError(f"a wait for {self.expected} bytes, where {self.issued} were issued, would hang")
+        for destination, bits in self.copies:
+            destination[...] = bits
+        self._next_phase()
+
+    def _next_phase(self) -> None:
+        self.phase ^= 1
+        self.left = self.count
+        self.expected = 0
+        self.copies = []
+
+
+class SharedSpace:
+    """The shared memory of one program."""
+
+    def __init__(self) -> None:
+        self.barriers: dict[int, Barrier] = {}  # by address
+        self.reads: list[np.ndarray] = []  # since all threads last met
+
+    def allocate(self, dtype: tl.dtype, shape: Sequence[int], layout: Any, value: Value | None = None) -> "SharedMemory":
+        memory = SharedMemory(self, hostile_bits(shape, dtype), dtype, layout)
+        if value is not None:
+            memory.store(value)
+        return memory
+
+    def init(self, memory: "SharedMemory", count: int) -> None:
+        self.barriers[memory.address] = Barrier(count, count)
+
+    def barrier(self, memory: "SharedMemory") -> Barrier:
+        if memory.address not in self.barriers:
+            raise HazardError("a barrier is used before mbarrier.init")
+        return self.barriers[memory.address]
+
+    def copy(self, descriptor: Descriptor, corner: Sequence[int], bar: "SharedMemory", memory: "SharedMemory") -> None:
+        if memory.shape != descriptor.block_shape or memory.dtype != descriptor.dtype:
+            raise TypeError(f"a box of {descriptor.dtype} {descriptor.block_shape} is copied to {memory.dtype} {memory.shape}")
+        if any(_overlap(memory.bits, read) for read in self.reads):
+            raise HazardError("a copy into shared memory that was read since the last program_barrier: other warps may still read it")
+        self.check_settled(memory.bits, "a copy into")
+        memory.bits[...] = hostile_bits((), memory.dtype)
+        self.barrier(bar).copies.append((memory.bits, descriptor.box(corner)))
+
+    def check_settled(self, bits: np.ndarray, access: str) -> None:
+        if any(_overlap(bits, destination) for barrier in self.barriers.values() for destination, _ in barrier.copies):
+            raise HazardError(f"{access} shared memory that a copy in flight is still to write; its barrier was not waited for")
+
+    def meet(self) -> None:
+        """All threads of the program are past what they read."""
+        self.reads.clear()
+
+    def close(self) -> None:
+        """The program has ended."""
+        for barrier in self.barriers.values():
+            if barrier.copies or barrier.expected:
+                raise HazardError(f"the program ends with {barrier.issued} bytes in flight and {barrier.expected} expected")
+
+
+class SharedMemory:
+    """A view of shared memory, as bits."""
+
+    def __init__(self, space: SharedSpace, bits: np.ndarray, dtype: tl.dtype, layout: Any) -> None:
+        self.space, self.bits, self.dtype, self.layout = space, bits, dtype, layout
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.bits.shape)
+
+    @property
+    def address(self) -> int:
+        return int(self.bits.__array_interface__["data"][0])
+
+    def index(self, i: Any) -> "SharedMemory":
+        at = int(i.__index__())
+        if not 0 <= at < self.bits.shape[0]:
+            raise HazardError(f"index {at} of shared memory of shape {self.shape}")
+        return self._view(self.bits[at])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "SharedMemory":
+        if start < 0 or start + length > self.bits.shape[dim]:
+            raise HazardError(f"rows {start} to {start + length} of shared memory of shape {self.shape}")
+        return self._view(self.bits[(slice(None),) * dim + (slice(start, start + length),)])
+
+    def permute(self, order: Sequence[int]) -> "SharedMemory":
+        return self._view(self.bits.transpose(order))
+
+    def reshape(self, shape: Sequence[int]) -> "SharedMemory":
+        view = self.bits.reshape(tuple(shape))
+        if not np.may_share_memory(view, self.bits):
+            raise TypeError(f"shared memory of shape {self.shape} has no view of shape {list(shape)}")
+        return self._view(view)
+
+    def load(self, layout: Any) -> Value:
+        self.space.check_settled(self.bits, "a read of")
+        self.space.reads.append(self.bits)
+        return from_bits(self.bits.copy(), self.dtype, layout)
+
+    def store(self, value: Value) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise TypeError(f"{value.dtype} {value.shape} is stored to shared memory of {self.dtype} {self.shape}")
+        self.space.check_settled(self.bits, "a store to")
+        self.bits[...] = bits_of(value)
+
+    def _view(self, bits: np.ndarray) -> "SharedMemory":
+        return SharedMemory(self.space, bits, self.dtype, self.layout)
+
+
+def _overlap(x: np.ndarray, y: np.ndarray) -> bool:
+    # Of the bytes between first and last: slots and rows of one allocation lie apart.
+    return np.may_share_memory(x, y)

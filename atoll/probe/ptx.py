@@ -1,0 +1,110 @@
+"""A reader of the few PTX instructions that our Gluon kernels write inline.
+
+Registers are NumPy arrays of unsigned integers, a lane for each run of the text. An instruction that is not known is an error that names it.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from atoll.probe.gluon_values import NotInterpretedError
+from atoll.probe.interpreter import E4M3FN
+
+_REGISTER_BITS = {"r": 32, "h": 16}
+_HOLDERS = {16: np.uint16, 32: np.uint32}
+_E4M3FN_AS_FP16 = E4M3FN.astype(np.float16).view(np.uint16)
+
+# Order among kernels, which one by one they keep anyway.
+_NO_EFFECT = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
+
+
+def run_ptx(text: str, constraints: str, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The outputs, given the inputs as registers of the constraints' widths; `$0` and on are first outputs, then inputs."""
+    operands = [c for c in constraints.replace(" ", "").split(",") if not c.startswith("~")]
+    if any(not re.fullmatch("=?[rh]", c) for c in operands):
+        raise NotInterpretedError(f"PTX constraints {constraints!r} are not interpreted: only r, h, =r and =h are")
+    num_outputs = sum(c.startswith("=") for c in operands)
+    if any(c.startswith("=") != (i < num_outputs) for i, c in enumerate(operands)) or len(operands) - num_outputs != len(inputs):
+        raise TypeError(f"PTX constraints {constraints!r} do not fit {len(inputs)} inputs")
+    widths = {f"${i}": _REGISTER_BITS[c[-1]] for i, c in enumerate(operands)}
+    registers = {f"${num_outputs + i}": array for i, array in enumerate(inputs)}
+    for name, array in registers.items():
+        if array.dtype != _HOLDERS[widths[name]]:
+            raise TypeError(f"PTX operand {name} is {array.dtype}, its constraint says {widths[name]} bits")
+    for statement in _statements(text):
+        _step(statement, registers, widths)
+    missing = [name for name in list(widths)[:num_outputs] if name not in registers]
+    if missing:
+        raise TypeError(f"PTX never writes {missing[0]}: {text!r}")
+    return [registers[f"${i}"] for i in range(num_outputs)]
+
+
+def _statements(text: str) -> list[str]:
+    body = text.strip()
+    # A scope of its own for all of it; braces inside are vectors.
+    if body.startswith("{") and body.endswith("}"):
+        body = body[1:-1]
+    return [statement.strip() for statement in body.split(";") if statement.strip()]
+
+
+def _step(statement: str, registers: dict[str, np.ndarray], widths: dict[str, int]) -> None:
+    opcode, _, rest = statement.partition(" ")
+    if opcode in _NO_EFFECT and not rest:
+        return
+    if opcode == ".reg":
+        kind, _, names = rest.strip().partition(" ")
+        if kind not in (".b16", ".b32"):
+            raise NotInterpretedError(f"PTX registers of {kind} are not interpreted")
+        widths.update((name.strip(), int(kind[2:])) for name in names.split(","))
+        return
+    if opcode not in _INSTRUCTIONS:
+        raise NotInterpretedError(f"PTX instruction {statement!r} is not interpreted")
+    target, *sources = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
+    result = _INSTRUCTIONS[opcode](*(_read(source, registers) for source in sources))
+    _write(target, result, registers, widths)
+
+
+def _read(operand: str, registers: dict[str, np.ndarray]) -> np.ndarray:
+    if operand.startswith("{"):
+        low, high = (_read(name.strip(), registers) for name in operand.strip("{}").split(","))
+        return low.astype(np.uint32) | high.astype(np.uint32) << 16
+    if re.fullmatch(r"0[xX][0-9a-fA-F]+|\d+", operand):
+        return np.asarray(int(operand, 0), np.uint32)
+    if operand not in registers:
+        raise NotInterpretedError(f"PTX operand {operand!r} is not interpreted, or read before it is written")
+    return registers[operand]
+
+
+def _write(operand: str, result: np.ndarray, registers: dict[str, np.ndarray], widths: dict[str, int]) -> None:
+    if operand.startswith("{"):
+        low, high = (name.strip() for name in operand.strip("{}").split(","))
+        _write(low, (result & 0xFFFF).astype(np.uint16), registers, widths)
+        _write(high, (result >> 16).astype(np.uint16), registers, widths)
+        return
+    if operand not in widths:
+        raise NotInterpretedError(f"PTX register {operand!r} is not declared")
+    if result.dtype != _HOLDERS[widths[operand]]:
+        raise TypeError(f"PTX register {operand!r} of {widths[operand]} bits is written with {result.dtype}")
+    registers[operand] = result
+
+
+def _widen_e4m3_pair(pair: np.ndarray) -> np.ndarray:
+    """Each byte as fp16, the lower one in the lower half."""
+    return _E4M3FN_AS_FP16[pair & 0xFF].astype(np.uint32) | _E4M3FN_AS_FP16[pair >> 8].astype(np.uint32) << 16
+
+
+def _permute_bytes(low: np.ndarray, high: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    """prmt: four of the eight bytes, chosen by a digit each."""
+    digits = [int(selector) >> 4 * i & 0xF for i in range(4)] if selector.ndim == 0 else [8]
+    if max(digits) > 7:
+        raise NotInterpretedError("prmt with a selector in a register, or one that repeats signs, is not interpreted")
+    both = np.stack((low, high), -1).view(np.uint8)
+    return np.ascontiguousarray(both[..., digits]).view(np.uint32)[..., 0]
+
+
+_INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "mov.b32": lambda source: source,
+    "cvt.rn.f16x2.e4m3x2": _widen_e4m3_pair,
+    "prmt.b32": _permute_bytes,
+}

@@ -1,0 +1,135 @@
+"""Gluon kernels that try one operation each in our interpreter, with faults by choice."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from atoll.ops.attention.gluon_kernel_sm90 import _widen_halves, _widen_pairs, program_barrier
+
+ROWS = gl.constexpr(4)
+WIDTH = gl.constexpr(16)
+
+
+@gluon.jit
+def _sum(a, b):
+    return a + b
+
+
+@gluon.jit
+def widen_kernel(out_ptr, x_ptr, PAIRS: gl.constexpr):
+    """[1, 128] int16 of e4m3 pairs as two tensors of fp16 [1, 128]."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2)
+    o_x = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, layout)), 0)
+    x = gl.load(x_ptr + o_x)
+    first, second = _widen_pairs(x) if PAIRS else _widen_halves(x)
+    gl.store(out_ptr + o_x, first)
+    gl.store(out_ptr + 128 + o_x, second)
+
+
+@gluon.jit
+def odd_layout_kernel(x_ptr):
+    """Neighbours of a layout that gives a thread one element at a time."""
+    o_x = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    _widen_pairs(gl.load(x_ptr + o_x))
+
+
+@gluon.jit
+def copy_masked_kernel(out_ptr, x_ptr, num, fill, FILLED: gl.constexpr):
+    o_x = gl.arange(0, 8)
+    x = gl.load(x_ptr + o_x, mask=o_x < num, other=fill) if FILLED else gl.load(x_ptr + o_x, mask=o_x < num)
+    gl.store(out_ptr + o_x, x, mask=o_x < num + 1, cache_modifier=".cg")
+
+
+@gluon.jit
+def fresh_kernel(out_ptr):
+    smem = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    gl.store(out_ptr + gl.arange(0, 8), smem.load(gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def copy_box_kernel(
+    out_ptr, desc, i_page, i_row, BYTES: gl.constexpr, INIT: gl.constexpr, WAIT: gl.constexpr, PHASE: gl.constexpr, AGAIN: gl.constexpr, MEET: gl.constexpr
+):  # fmt: skip
+    """A box of one page through shared memory to `out`; with AGAIN once more into the same place, after all threads have met if MEET."""
+    smem = gl.allocate_shared_memory(desc.dtype, [1, ROWS, WIDTH], desc.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    if INIT:
+        mbarrier.init(bar, count=1)
+    fence_async_shared()
+    program_barrier()
+    mbarrier.expect(bar, BYTES)
+    tma.async_copy_global_to_shared(desc, [i_page, i_row, 0], bar, smem)
+    if WAIT:
+        mbarrier.wait(bar, PHASE)
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [1, 1], [1, 0])
+    o_row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), 1)
+    o_out = o_row * WIDTH + gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout)), 0)
+    gl.store(out_ptr + o_out, smem.reshape([ROWS, WIDTH]).load(layout))
+    if AGAIN:
+        if MEET:
+            program_barrier()
+        mbarrier.expect(bar, BYTES)
+        tma.async_copy_global_to_shared(desc, [i_page, i_row, 0], bar, smem)
+        mbarrier.wait(bar, 1)
+
+
+@gluon.jit
+def leave_kernel(desc):
+    """A copy that nobody waits for."""
+    smem = gl.allocate_shared_memory(desc.dtype, [1, ROWS, WIDTH], desc.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, ROWS * WIDTH * 2)
+    tma.async_copy_global_to_shared(desc, [0, 0, 0], bar, smem)
+
+
+@gluon.jit
+def multiply_kernel(out_ptr, a_ptr, b_ptr):
+    """[16, 16] @ [16, 8] + 1."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    o_m = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, mma)), 1)
+    o_k = gl.arange(0, 16)
+    o_n = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, mma)), 0)
+    a = gl.convert_layout(gl.load(a_ptr + o_m * 16 + gl.expand_dims(o_k, 0)), gl.DotOperandLayout(0, mma, 2))
+    b = gl.convert_layout(gl.load(b_ptr + gl.expand_dims(o_k, 1) * 8 + o_n), gl.DotOperandLayout(1, mma, 2))
+    gl.store(out_ptr + o_m * 8 + o_n, mma_v2(a, b, gl.full([16, 8], 1.0, gl.float32, mma)))
+
+
+@gluon.jit
+def reduce_kernel(out_ptr, x_ptr):
+    """Of [8] fp32: maximum, minimum, sum, and the running sum forwards and backwards."""
+    o_x = gl.arange(0, 8)
+    x = gl.load(x_ptr + o_x)
+    gl.store(out_ptr, gl.max(x, 0))
+    gl.store(out_ptr + 1, gl.min(x, 0))
+    gl.store(out_ptr + 2, gl.sum(x, 0))
+    gl.store(out_ptr + 8 + o_x, gl.associative_scan(x, 0, _sum))
+    gl.store(out_ptr + 16 + o_x, gl.associative_scan(x, 0, _sum, reverse=True))
+
+
+@gluon.jit
+def arrive_kernel(seen_ptr, counter_ptr):
+    """Which program came when; the last one sets the counter back."""
+    i_p = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
+    when = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+    gl.store(seen_ptr + when, i_p)
+    if when == gl.num_programs(0) * gl.num_programs(1) - 1:
+        gl.store(counter_ptr, 0)
+
+
+@gluon.jit
+def walk_kernel(out_ptr, num):
+    """A loop with a bound of its own."""
+    total = 0
+    i = gl.program_id(0)
+    while i < num:
+        for j in range(i):
+            total += j.to(gl.int32)
+        i += gl.num_programs(0)
+    gl.store(out_ptr + gl.program_id(0), total)
+
+
+@gluon.jit
+def unknown_kernel(x_ptr):
+    gl.histogram(gl.load(x_ptr + gl.arange(0, 8)), 4)
