@@ -40,7 +40,8 @@ def test_what_the_kernel_does_not_cover_is_refused_with_the_reason(options: dict
 
 
 def test_no_other_device_is_taken() -> None:
-    assert gluon_decode_sm90.supports(SPEC, torch.device("cpu")) == "device cpu is not an NVIDIA GPU of compute capability 9.0"
+    with mock.patch("torch.cuda.get_device_capability", side_effect=AssertionError("asked for a GPU on a CPU")):
+        assert gluon_decode_sm90.supports(SPEC, torch.device("cpu")) == "device cpu is not an NVIDIA GPU of compute capability 9.0"
     with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
         assert gluon_decode_sm90.supports(SPEC, torch.device("cuda")) is None
     with mock.patch("torch.cuda.get_device_capability", return_value=(10, 0)):

@@ -5,7 +5,8 @@ read as 16-bit pairs: a K fragment then holds neighbouring d of one token, so th
 transposed, holds two d of two tokens, which one byte permute turns into pairs of tokens. Tiles that every query row sees in full carry no mask; the others
 are peeled.
 
-Lines that end in `# owned: name` are the promise; tests/ops/test_mutation.py takes each out, on a GPU, since Gluon has no interpreter.
+Lines that end in `# owned: name` are the promise; tests/ops/test_mutation.py takes each out, on a GPU and in our interpreter of Gluon
+(atoll/probe/gluon_interpreter.py).
 """
 
 from triton.experimental import gluon
