@@ -31,7 +31,12 @@ class Variant:
     def key(self) -> tuple[object, ...]:
         """Equal for variants that share their compiled kernels."""
         lanes = self.shape.lanes
-        return self.shape.spec(mask_unowned_kv=self.mask_unowned_kv), self.config, lanes == 1, lanes % 16 == 0
+        return self.shape.spec(mask_unowned_kv=self.mask_unowned_kv), self.config, self.batch, lanes == 1, lanes % 16 == 0
+
+    @property
+    def batch(self) -> int:
+        """Sequences to build for: elsewhere than in a balanced kernel they are in the grid and the workspace's size only."""
+        return self.shape.batch if self.config.num_programs else 1
 
 
 def default_config(shape: DecodeShape, device: torch.device, backend: str, *, mask_unowned_kv: bool = True) -> DecodeConfig:
@@ -60,10 +65,9 @@ def _build(variant: Variant) -> str | None:
     layout = page_layout(shape)
     scales = [torch.ones(1, device=device)] * 2 if shape.kv_format == "fp8_tensor" else [None, None]
     kv = layout.layer_kv(torch.zeros(_POOL_PAGES, layout.page_bytes, dtype=torch.uint8, device=device), 0, *scales)
-    # One sequence will do: the batch is in the grid and the workspace's size only.
-    table = torch.zeros(1, shape.lanes, dtype=torch.int32)
-    plan = plan_decode(spec, [0], table, device=device, backend=variant.backend, max_seq_len=shape.ctx, config=variant.config)
-    q = torch.zeros(1, spec.query_len, spec.num_q_heads, spec.head_dim, dtype=spec.q_dtype, device=device)
+    table = torch.zeros(variant.batch, shape.lanes, dtype=torch.int32)
+    plan = plan_decode(spec, [0] * variant.batch, table, device=device, backend=variant.backend, max_seq_len=shape.ctx, config=variant.config)
+    q = torch.zeros(variant.batch, spec.query_len, spec.num_q_heads, spec.head_dim, dtype=spec.q_dtype, device=device)
     try:
         decode_attention(q, kv, plan)
         torch.cuda.synchronize(device)

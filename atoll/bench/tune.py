@@ -2,11 +2,13 @@
 
 Three passes over all cases, each after one parallel build: tile, warps and stages at the default number of splits; of the best few, the number of splits;
 of the best few of those, one by one, what else can be tuned. A full product would compile a hundred times as much for little.
+A backend that has candidates() of its own is timed on these alone, in one pass.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 
 import torch
 
@@ -17,8 +19,9 @@ from atoll.bench.shapes import DecodeShape, select_shapes
 from atoll.bench.timing import Call, estimate_us, repeat_calls, time_interleaved
 from atoll.bench.workload import BenchPool
 from atoll.errors import ConfigError
-from atoll.ops.attention import DecodeConfig, choose_backend, plan_decode
+from atoll.ops.attention import BatchShape, DecodeConfig, choose_backend, plan_decode
 from atoll.ops.attention.costs import decode_costs
+from atoll.ops.attention.plan import num_sms
 
 TILES = (32, 64, 128)
 WARPS = (4, 8)
@@ -63,9 +66,12 @@ def run_tune(options: DecodeBenchOptions, on_case: Callable[[Tuned], None] = lam
     shapes = select_shapes(options.shapes, name_filter=options.name_filter, limit=options.limit)
     if not shapes:
         raise ConfigError(f"no case of --shapes {options.shapes} contains {options.name_filter!r}; names look like 35b-tp1/bf16/p16/q1/16x1024")
-    backend, _, _ = choose_backend(shapes[0].spec(), options.device, options.backend)
+    backend, module, _ = choose_backend(shapes[0].spec(), options.device, options.backend)
     all_tuned = [Tuned(shape, default_config(shape, options.device, backend)) for shape in shapes]
     pool = BenchPool(shapes, options.device, seed=options.seed)
+    if hasattr(module, "candidates"):
+        _measure(all_tuned, lambda tuned: _own_candidates(tuned, module, options.device), pool, backend, options, options.rounds, on_case)
+        return all_tuned
     _measure(all_tuned, lambda tuned: _kernel_candidates(tuned.default), pool, backend, options, SCREEN_ROUNDS)
     _measure(all_tuned, lambda tuned: _split_candidates(tuned, options.device), pool, backend, options, SCREEN_ROUNDS)
     _measure(all_tuned, _other_candidates, pool, backend, options, options.rounds, on_case)
@@ -102,6 +108,12 @@ def _measure(
         timings = time_interleaved(calls, options.device, rounds=rounds)
         tuned.times_us = {by_name[name]: timing.median_us for name, timing in timings.items()}
         on_case(tuned)
+
+
+def _own_candidates(tuned: Tuned, module: ModuleType, device: torch.device) -> list[DecodeConfig]:
+    shape = tuned.shape
+    found = module.candidates(shape.spec(), BatchShape(shape.batch, shape.ctx, num_sms(device)))
+    return list(dict.fromkeys([tuned.default, *found]))
 
 
 def _kernel_candidates(default: DecodeConfig) -> list[DecodeConfig]:

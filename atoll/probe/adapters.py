@@ -69,7 +69,7 @@ class BackendAdapter:
         kv = problem.kv
         buffers = (
             *(problem.q, problem.buffer, kv.k_scale, kv.v_scale, problem.sinks),
-            *(plan.seq_lens, plan.page_table, plan.partial_o, plan.partial_lse, out, lse),
+            *(plan.seq_lens, plan.page_table, plan.partial_o, plan.partial_lse, plan.arrivals, out, lse),
         )
         calls = itertools.count()
 

@@ -25,7 +25,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from atoll.ops.attention import BatchShape, DecodeSpec, gluon_decode_sm90, plan_decode, triton_append, triton_decode
+from atoll.ops.attention import BatchShape, DecodeConfig, DecodeSpec, gluon_decode_sm90, plan_decode, triton_append, triton_decode
+from atoll.ops.attention.plan import make_workspace
 from atoll.probe import Case
 
 # `atoll.ops.attention.combine`, the module, not its function.
@@ -107,12 +108,22 @@ def gluon_launches(spec: DecodeSpec, target: str) -> list[Launch]:
     return list(found.values())
 
 
-def _decode_launches(backend: ModuleType, kernel: str, spec: DecodeSpec, target: str, batch: int, seq_len: int) -> list[Launch]:
+def balanced_launches(spec: DecodeSpec, target: str) -> list[Launch]:
+    """The Hopper backend's kernel of one launch, two programs a multiprocessor."""
+    config = gluon_decode_sm90.config(spec, BatchShape(16, 16384, 132))
+    config = replace(config, num_splits=1, num_programs=264)
+    return _decode_launches(gluon_decode_sm90, "decode_balanced_kernel", spec, target, 16, 16384, config)
+
+
+def _decode_launches(
+    backend: ModuleType, kernel: str, spec: DecodeSpec, target: str, batch: int, seq_len: int, config: DecodeConfig | None = None
+) -> list[Launch]:
     nvidia = target.startswith("sm_")
-    config = backend.config(spec, BatchShape(batch=batch, max_seq_len=seq_len, num_sms=132, amd=not nvidia))
+    config = config or backend.config(spec, BatchShape(batch=batch, max_seq_len=seq_len, num_sms=132, amd=not nvidia))
     problem = Case(spec, (40, 200)).make()
     # The plan only makes the workspace here; this host cannot run the Triton backend.
-    plan = plan_decode(spec, problem.seq_lens, problem.page_table, backend="reference", config=config)
+    plan = plan_decode(spec, problem.seq_lens, problem.page_table, backend="reference")
+    plan = replace(plan, config=config, **make_workspace(spec, plan.batch, config, plan.seq_lens.device))
     out, lse = torch.empty_like(problem.q), torch.empty(problem.q.shape[:3])
 
     def launch_options(_: torch.device, max_registers: int | None = None) -> dict[str, int | bool]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atoll.ops.attention import DecodeSpec
-from tests.kit.build import SHARED_LIMITS, TARGETS, Cost, append_launches, build_costs, decode_launches, gluon_launches
+from tests.kit.build import SHARED_LIMITS, TARGETS, Cost, append_launches, balanced_launches, build_costs, decode_launches, gluon_launches
 from tests.kit.workers import compiling_pool
 
 
@@ -34,8 +34,15 @@ APPEND = {name: spec(name, 16, 128, 8) for name in ("bf16", "fp8_tensor", "fp8_t
 GLUON = {
     "gluon fp8_tensor p16 d256 rows 8": spec("fp8_tensor", 16, 256, 8),
     "gluon fp8_token p64 d64 rows 64 options": spec("fp8_token", 64, 64, 16, 4, window=128, soft_cap=30.0),
+    "gluon fp8_tensor p64 d256 rows 128": spec("fp8_tensor", 64, 256, 16, 8),
     "gluon bf16 p64 d256 rows 8": spec("bf16", 64, 256, 8),
     "gluon fp8_tensor p64 d256 unmasked": spec("fp8_tensor", 64, 256, 8, mask_unowned_kv=False),
+}
+
+# Its kernel of one launch.
+ONE_LAUNCH = {
+    "one launch fp8_tensor p64 d256 rows 8": spec("fp8_tensor", 64, 256, 8),
+    "one launch fp8_token p16 d128 rows 16": spec("fp8_token", 16, 128, 4, 4),
 }
 
 Builds = dict[tuple[str, str], Future[list[Cost]]]
@@ -47,6 +54,7 @@ def builds() -> Iterator[Builds]:
     pool = compiling_pool()
     jobs = [(name, decode_launches, spec) for name, spec in DECODE.items()] + [(name, append_launches, spec) for name, spec in APPEND.items()]
     builds = {(name, "sm_90"): pool.submit(build_costs, gluon_launches, spec, "sm_90") for name, spec in GLUON.items()}
+    builds |= {(name, "sm_90"): pool.submit(build_costs, balanced_launches, spec, "sm_90") for name, spec in ONE_LAUNCH.items()}
     builds |= {(name, target): pool.submit(build_costs, launches_of, spec, target) for target in TARGETS for name, launches_of, spec in jobs}
     for target in ("sm_90", "gfx942"):
         # One warp's registers for 128 x 256 fp32 accumulators.
@@ -67,13 +75,13 @@ def test_builds_without_spills(name: str, target: str, builds: Builds, record_pr
     assert kernels == ({"append_kv_kernel"} if name in APPEND else {"decode_split_kernel", "combine_kernel"})
 
 
-@pytest.mark.parametrize("name", GLUON)
+@pytest.mark.parametrize("name", [*GLUON, *ONE_LAUNCH])
 def test_the_hopper_kernel_builds_without_spills(name: str, builds: Builds, record_property: Callable[[str, str], None]) -> None:
     costs = builds[name, "sm_90"].result()
     for cost in costs:
         record_property(cost.kernel, f"{cost.registers} registers, {cost.spill_bytes} bytes spilled, {cost.shared_bytes} bytes shared")
     assert [cost.fault for cost in costs if cost.fault] == []
-    assert {cost.kernel for cost in costs} == {"decode_tma_kernel", "combine_kernel"}
+    assert {cost.kernel for cost in costs} == ({"decode_balanced_kernel"} if name in ONE_LAUNCH else {"decode_tma_kernel", "combine_kernel"})
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])

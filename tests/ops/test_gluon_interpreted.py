@@ -8,7 +8,8 @@ import torch
 
 from atoll.ops.attention import DecodeConfig, DecodeSpec, choose_backend
 from atoll.probe import Case, CaseReport
-from tests.kit.batches import rows_changed_alone
+from atoll.probe.oracle import compare
+from tests.kit.batches import answer, rows_changed_alone
 from tests.kit.mutation import Edit, probe_mutation
 from tests.kit.workers import WorkerPool, probe_interpreted, rows_changed_by_flag
 
@@ -17,6 +18,8 @@ ONE_SPLIT = DecodeConfig(tile=64)
 WIDE_TILE = DecodeConfig(tile=128)
 TWO_SPLITS = DecodeConfig(tile=64, num_splits=2)
 FIXED_SPLITS = DecodeConfig(tile=64, num_splits=3, tiles_per_split=1)
+ONE_LAUNCH = DecodeConfig(tile=64, num_programs=3)
+MANY_PROGRAMS = DecodeConfig(tile=64, num_programs=16)
 
 
 def spec(kv_format: str, head_dim: int, page_size: int, query_len: int = 1, **options: object) -> DecodeSpec:
@@ -39,6 +42,12 @@ CASES: list[tuple[Case, DecodeConfig]] = [
     (Case(spec("fp8_token", 64, 128, 4, num_q_heads=16, soft_cap=30.0), (3, 131)), ONE_SPLIT),
     (Case(spec("fp8_token", 256, 16, 3, window=1), (2, 90)), ONE_SPLIT),
     (Case(spec("fp8_token", 64, 64, num_q_heads=1), (0, 40), max_seq_len=1024), FIXED_SPLITS),
+    # One launch: sequences cut within a program's stretch and over several, whole ones, empty ones; more parts than are added up at a time; blocks of rows.
+    (Case(spec("fp8_tensor", 64, 16, num_q_heads=6, num_kv_heads=2, sinks=True), (1, 17, 300, 0, 150)), ONE_LAUNCH),
+    (Case(spec("bf16", 128, 64, 4, window=70), (5, 300, 0)), ONE_LAUNCH),
+    (Case(spec("fp8_token", 64, 64), (3, 520)), MANY_PROGRAMS),
+    (Case(spec("fp8_token", 64, 32, 5, num_q_heads=16, soft_cap=30.0), (9, 70)), ONE_LAUNCH),
+    (Case(spec("fp8_tensor", 64, 32, 5, num_q_heads=16, window=30), (9, 70)), ONE_SPLIT),
 ]
 
 
@@ -61,9 +70,21 @@ def test_both_flags_give_the_same_bits_on_clean_input(interpreter: WorkerPool) -
         (Case(spec("fp8_token", 64, 32, 4, window=20), lengths), ONE_SPLIT),
         (Case(spec("fp8_tensor", 128, 16, window=20), lengths), ONE_SPLIT),
         (Case(spec("bf16", 128, 64, 4), lengths), ONE_SPLIT),
+        (Case(spec("fp8_token", 64, 64), lengths), ONE_LAUNCH),
     ]
     futures = {case.name: interpreter.submit(rows_changed_by_flag, case, "gluon_sm90", config) for case, config in cases}
     assert {name: future.result() for name, future in futures.items()} == dict.fromkeys(futures, 0)
+
+
+def within_the_bound(case: Case, config: DecodeConfig) -> bool:
+    problem = case.make()
+    return compare(problem, *answer("gluon_sm90", problem, config)).within
+
+
+def test_blocks_of_rows_are_merged(interpreter: WorkerPool) -> None:
+    """Once only, since 80 rows are as many programs of the merge."""
+    rows = Case(spec("fp8_tensor", 64, 32, 5, num_q_heads=16, window=30), (70,))
+    assert interpreter.submit(within_the_bound, rows, TWO_SPLITS).result()
 
 
 def test_batch_invariant_holds(interpreter: WorkerPool) -> None:
@@ -86,14 +107,13 @@ class Fault:
     status: str = "failed"
 
 
-WAIT = "mbarrier.wait(bars.index(i_slot), phase)"
 FAULTS = {
-    "no wait": Fault(PAGED, (Edit(WAIT, "pass"),), "a read of shared memory that a copy in flight is still to write"),
-    "a wait for the phase before": Fault(PAGED, (Edit(WAIT, WAIT.replace("phase", "phase ^ 1")),), "a copy in flight is still to write"),
-    "no meeting": Fault(PAGED, (Edit(" " * 24 + "program_barrier()", " " * 24 + "pass"),), "was read since the last program_barrier"),
+    "no wait": Fault(PAGED, (Edit("mbarrier.wait(k_bars.index(i_slot), phase)", "pass"),), "a read of shared memory that a copy in flight is still to write"),
+    "a wait for the phase before": Fault(PAGED, (Edit("v_bars.index(i_slot), phase)", "v_bars.index(i_slot), phase ^ 1)"),), "in flight is still to write"),
+    "no meeting": Fault(PAGED, (Edit(" " * 20 + "program_barrier()", " " * 20 + "pass"),), "was read since the last program_barrier"),
     "a slot still to be read": Fault(PAGED, (Edit("gl.where(i_slot == 0, STAGES - 1, i_slot - 1)", "i_slot"),), "a copy in flight is still to write"),
     "twice the bytes": Fault(PAGED, (Edit("block_type.shape[3] * 2", "block_type.shape[3] * 4"),), "would hang"),
-    "a page that is not expected": Fault(PAGED, (Edit("if num_pages == NUM:", "if num_pages == NUM + 1:"),), "would hang"),
+    "a page that is not expected": Fault(PAGED, (Edit("mbarrier.expect(k_bar, BYTES, pred=wanted)", "pass"),), "would hang"),
     "a page that does not exist": Fault(WHOLE_TILES, (Edit("i_tile * TILE // S,", "i_tile * TILE // S + 1,"),), "copy of a box", "out of range"),
     "scales of a page that does not exist": Fault(
         SCALED,
@@ -120,6 +140,43 @@ def test_a_fault_of_its_copies_is_seen(name: str, faults: dict[str, Future[CaseR
     report = faults[name].result()
     assert report.status == FAULTS[name].status, report
     assert FAULTS[name].said in (report.failure or report.out_of_range or "")
+
+
+# Nine programs of two tiles: sequences of three and of five tiles are cut into two and three parts, and a program may hold two of them.
+CUT = Case(spec("fp8_tensor", 64, 64, num_q_heads=4, num_kv_heads=2), (150, 17, 290))
+NINE = DecodeConfig(tile=64, num_programs=9)
+
+# Nine parts of one sequence, which are two groups.
+GROUPS = Case(spec("fp8_tensor", 64, 64), (3, 520))
+
+# What keeps the programs of one launch apart.
+LAUNCH_FAULTS: dict[str, tuple[Edit, Case, DecodeConfig]] = {
+    "a count that stays": (Edit("gl.store(arrivals_ptr, 0, mask=last)", "pass"), CUT, NINE),
+    "not waiting for the last": (Edit("== others", "== 1"), CUT, NINE),
+    "one place for two parts": (Edit("gl.where(pair_lo > i_p * share, 1, 0)", "0"), CUT, NINE),
+    "another sequence's count": (Edit("_is_last(arrivals_ptr + _part_of(group, share, pair_lo),", "_is_last(arrivals_ptr,"), CUT, NINE),
+    "groups counted as parts": (Edit("arrivals_ptr + 2 * gl.num_programs(0) +", "arrivals_ptr +"), GROUPS, MANY_PROGRAMS),
+    "a group for the whole": (Edit("last - first < GROUP_PARTS", "last >= first"), GROUPS, MANY_PROGRAMS),
+}
+
+
+@pytest.fixture(scope="module")
+def launch_faults(interpreter: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[CaseReport]]:
+    def probe(edit: Edit, case: Case, config: DecodeConfig) -> Future[CaseReport]:
+        directory = tmp_path_factory.mktemp("fault")
+        return interpreter.submit(probe_mutation, "gluon_sm90", "gluon_balanced_sm90.py", (edit,), case, config, ("nan",), directory)
+
+    return {name: probe(*fault) for name, fault in LAUNCH_FAULTS.items()}
+
+
+@pytest.mark.parametrize("name", LAUNCH_FAULTS)
+def test_a_fault_between_programs_is_seen(name: str, launch_faults: dict[str, Future[CaseReport]]) -> None:
+    assert launch_faults[name].result().status in ("leak", "wrong")
+
+
+def test_the_cases_of_these_faults_are_clean_without_them(interpreter: WorkerPool) -> None:
+    for case, config in {(case, config) for _, case, config in LAUNCH_FAULTS.values()}:
+        assert interpreter.submit(probe_interpreted, case, config, ("nan",), "gluon_sm90").result().status == "clean"
 
 
 def chosen_on_a_cpu() -> tuple[str, str]:

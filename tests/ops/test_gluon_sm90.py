@@ -1,5 +1,6 @@
 """The Hopper backend around its kernel: what it refuses, its tuning, its descriptors, and caches that go to the Triton kernel."""
 
+import importlib
 import itertools
 from dataclasses import replace
 from unittest import mock
@@ -8,11 +9,12 @@ import pytest
 import torch
 
 from atoll.errors import BackendError
-from atoll.ops.attention import BatchShape, DecodeSpec, gluon_decode_sm90, plan_decode, triton_decode
+from atoll.ops.attention import BatchShape, DecodeConfig, DecodeSpec, decode_attention, gluon_decode_sm90, plan_decode, triton_decode
+from atoll.ops.attention.plan import BACKENDS
 from atoll.probe import BackendAdapter, Case, DecodeProblem, probe_case
 from atoll.probe.layouts import Layout
 from atoll.probe.matrix import matrix
-from tests.kit.hopper import is_hopper
+from tests.kit.hopper import best_backend, is_hopper
 
 SPEC = DecodeSpec(num_q_heads=16, num_kv_heads=2, head_dim=256, page_size=16, kv_format="fp8_tensor")
 
@@ -26,7 +28,10 @@ SPEC = DecodeSpec(num_q_heads=16, num_kv_heads=2, head_dim=256, page_size=16, kv
         ({"v_layout": "transposed"}, "v_layout 'transposed' is not 'plain'"),
         ({"head_dim": 32}, "head_dim 32 is not one of 64, 128, 256"),
         ({"page_size": 8}, "page_size 8 is below 16"),
-        ({"query_len": 8, "num_q_heads": 32}, "128 query rows of 256 are too many for a program's registers"),
+        (
+            {"kv_format": "bf16", "query_len": 8, "num_q_heads": 32},
+            "128 query rows of 256 are too many for a program's registers, and 16-bit pages are not read twice",
+        ),
     ],
 )
 def test_what_the_kernel_does_not_cover_is_refused_with_the_reason(options: dict[str, object], reason: str) -> None:
@@ -96,11 +101,11 @@ def test_descriptors_do_not_follow_other_pages() -> None:
     assert replace(kv, k=kv.v).prepared == {}
 
 
-def launch(layout: Layout, *, by_name: bool) -> mock.Mock:
+def launch(layout: Layout, *, by_name: bool, config: DecodeConfig | None = None) -> mock.Mock:
     """What decode() hands to the Triton kernel for a cache of this layout."""
     problem = problem_of(layout)
     plan = plan_decode(SPEC, problem.seq_lens, problem.page_table, backend="reference")
-    plan = replace(plan, backend="gluon_sm90", by_name=by_name, config=gluon_decode_sm90.config(SPEC, BatchShape(3, 40, 132)))
+    plan = replace(plan, backend="gluon_sm90", by_name=by_name, config=config or gluon_decode_sm90.config(SPEC, BatchShape(3, 40, 132)))
     with mock.patch.object(triton_decode, "decode") as portable:
         gluon_decode_sm90.decode(problem.q, problem.kv, plan, torch.empty_like(problem.q), torch.empty(problem.q.shape[:3]), None)
     return portable
@@ -117,6 +122,45 @@ def test_rows_on_odd_bytes_go_to_the_triton_kernel_with_the_splits_as_planned() 
 def test_rows_on_odd_bytes_are_refused_where_the_backend_was_asked_for_by_name() -> None:
     with pytest.raises(BackendError, match=r"k pages of strides .* do not lie on multiples of 16 bytes; align its rows and pages, or make the plan with"):
         launch("odd", by_name=True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "backend"), [(SPEC, "triton"), (replace(SPEC, batch_invariant=True), "gluon_sm90")], ids=["another backend", "bits of a sequence alone"]
+)
+def test_one_launch_is_refused_where_it_cannot_be_had(spec: DecodeSpec, backend: str) -> None:
+    taken = mock.patch.object(importlib.import_module(BACKENDS[backend]), "supports", return_value=None)
+    with taken, pytest.raises(BackendError, match=r"cannot run a batch of 1 in one launch of num_programs 8 for this spec; use num_splits"):
+        plan_decode(spec, [40], torch.zeros(1, 4, dtype=torch.int32), backend=backend, config=DecodeConfig(num_programs=8))
+
+
+def test_rows_on_odd_bytes_of_one_launch_go_to_the_triton_kernel_with_a_workspace_of_its_own() -> None:
+    portable = launch("odd", by_name=False, config=DecodeConfig(num_programs=4))
+    handed = portable.call_args.args[2]
+    assert handed.config == triton_decode.config(SPEC, BatchShape(3, handed.max_seq_len, 1))
+    assert handed.partial_o.shape[:3] == (3, SPEC.num_kv_heads, handed.config.num_splits if handed.config.num_splits > 1 else 0)
+
+
+def test_candidates_are_tunings_of_both_kinds() -> None:
+    found = gluon_decode_sm90.candidates(SPEC, BatchShape(16, 16384, 132))
+    assert {config.num_programs for config in found} == {0, 33, 66, 132, 264}
+    assert len({config.num_splits for config in found if not config.num_programs}) > 2
+    few = gluon_decode_sm90.candidates(SPEC, BatchShape(1, 100, 132))
+    assert max(config.num_programs for config in few) <= 2 * SPEC.num_kv_heads  # two tiles a head
+    assert {config.num_programs for config in gluon_decode_sm90.candidates(replace(SPEC, batch_invariant=True), BatchShape(16, 16384, 132))} == {0}
+
+
+@pytest.mark.gpu
+def test_one_launch_gives_the_same_bits_each_time(device: torch.device) -> None:
+    """Whoever comes last: 3,000 launches of programs that race. On another GPU the portable kernel, which is to do the same."""
+    problem = Case(replace(SPEC, head_dim=256), (1, 500, 4096, 0, 2000, 77)).make(device)
+    config = DecodeConfig(num_programs=100) if is_hopper() else None
+    plan = plan_decode(problem.spec, problem.seq_lens, problem.page_table, device=device, backend=best_backend(), config=config)
+    out, lse = decode_attention(problem.q, problem.kv, plan)
+    for _ in range(3000):
+        again, lse_again = decode_attention(problem.q, problem.kv, plan)
+        assert torch.equal(again, out)
+        assert torch.equal(lse_again, lse)
+    assert not plan.arrivals.any()
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from tests.kit.hopper import is_hopper
 from tests.kit.mutation import OPS, Edit, mutated_source, probe_mutation, tags
 from tests.kit.workers import WorkerPool
 
-TAGGED_FILES = ("triton_decode.py", "combine.py", "gluon_kernel_sm90.py")
+TAGGED_FILES = ("triton_decode.py", "combine.py", "gluon_kernel_sm90.py", "gluon_balanced_sm90.py")
 
 ONE_SPLIT = DecodeConfig(tile=32, num_splits=1)
 THREE_SPLITS = DecodeConfig(tile=16, num_splits=3)
@@ -103,6 +103,11 @@ GLUON = [
     gluon("right edge", "common_hi // TILE", "(common_hi + TILE - 1) // TILE", HOPPER_PLAIN),
     gluon("scales", "_owns(o_row, row_lo, row_hi, 1, WINDOW)", "(o_row >= 0)", Case(hopper_spec("fp8_token"), (1, 17, 40)), fill="max"),
     gluon("seen scales", "gl.where(m_seen, b_p, 0.0)", "b_p", Case(hopper_spec("fp8_token", query_len=3), (3, 17, 50)), "control"),
+    tagged(
+        *("parts", "i_first + j * stride <= last", "i_first >= first", Case(hopper_spec(), (17, 300))),
+        file="gluon_balanced_sm90.py",
+        config=DecodeConfig(num_programs=5),
+    ),
 ]
 
 # The reference slices, so that it has no line to take out: these shift a slice by one row.

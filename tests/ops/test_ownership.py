@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
 
-from atoll.ops.attention import DecodeConfig, DecodeSpec, gluon_decode_sm90
+from atoll.ops.attention import BatchShape, DecodeConfig, DecodeSpec, gluon_decode_sm90
 from atoll.probe import FILLS, BackendAdapter, Case, CaseReport, get_adapter, probe_case
 from atoll.probe.cases import DecodeProblem, as_bits, hostile_lengths, row_values
 from atoll.probe.kernels import poison_everything
@@ -97,6 +98,32 @@ def test_the_hopper_kernel_owns_what_it_reads(name: str, compiled: dict[tuple[st
         assert "is not an NVIDIA GPU of compute capability 9.0" in report.refusal
         return
     check_clean(report)
+
+
+# One launch, of fewer programs than sequences, and of more than there are tiles.
+ONE_LAUNCH = {f"{case.name} {n} programs": (case, n) for case in HOPPER[::4] if not case.spec.batch_invariant for n in (3, 150)}
+
+
+@pytest.fixture(scope="module")
+def launched() -> Iterator[dict[str, Future[CaseReport]]]:
+    pool = process_pool()
+    yield {name: pool.submit(probe_one_launch, case, n) for name, (case, n) in ONE_LAUNCH.items()}
+    pool.shutdown(cancel_futures=True)
+
+
+def probe_one_launch(case: Case, num_programs: int) -> CaseReport:
+    config = gluon_decode_sm90.config(case.spec, BatchShape(len(case.seq_lens), max(case.seq_lens), 132))
+    return probe_case(BackendAdapter("gluon_sm90", replace(config, num_splits=1, num_programs=num_programs)), case, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ONE_LAUNCH)
+def test_the_hopper_kernel_of_one_launch_owns_what_it_reads(name: str, launched: dict[str, Future[CaseReport]]) -> None:
+    report = launched[name].result()
+    if is_hopper():
+        check_clean(report)
+    else:
+        assert report.refusal is not None
 
 
 def test_leaky_control_is_caught_in_every_region() -> None:

@@ -17,8 +17,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from atoll.errors import BackendError
 from atoll.ops.attention import triton_decode
 from atoll.ops.attention.combine import combine, has_dependent_launch, launch_options
+from atoll.ops.attention.gluon_balanced_sm90 import decode_balanced_kernel
 from atoll.ops.attention.gluon_kernel_sm90 import decode_tma_kernel
-from atoll.ops.attention.plan import BatchShape, DecodeConfig, DecodePlan
+from atoll.ops.attention.plan import BatchShape, DecodeConfig, DecodePlan, make_workspace, num_sms
 from atoll.ops.attention.spec import DecodeSpec, PagedKV
 from atoll.ops.quant.formats import is_fp8, storage_dtype
 
@@ -33,6 +34,8 @@ MAX_REGISTER_ROWS = 32
 # More rows, or more of the accumulators, spill (ahead-of-time builds, tests/ops/test_build.py).
 MAX_ROWS = 64
 MAX_QUERY_VALUES = 32 * 256
+# Lengths that a program of the balanced kernel holds in registers.
+MAX_BALANCED_BATCH = 1024
 _TMA_ALIGN_BYTES = 16
 
 
@@ -62,8 +65,8 @@ def refusal(spec: DecodeSpec) -> str | None:
         return f"head_dim {spec.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
     if spec.page_size < MIN_PAGE_SIZE:
         return f"page_size {spec.page_size} is below {MIN_PAGE_SIZE}"
-    if block_rows(spec) > MAX_ROWS or block_rows(spec) * spec.head_dim > MAX_QUERY_VALUES:
-        return f"{spec.query_len * spec.group_size} query rows of {spec.head_dim} are too many for a program's registers"
+    if not is_fp8(spec.kv_format) and row_blocks(spec) > 1:
+        return f"{spec.query_len * spec.group_size} query rows of {spec.head_dim} are too many for a program's registers, and 16-bit pages are not read twice"
     return None
 
 
@@ -76,7 +79,7 @@ def config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
         return DecodeConfig(64, max(2, -(-triton_decode.max_tiles(spec, shape, 64) // 16)), 16, 8 if block_rows(spec) > 16 else 4, 3)
     if block_rows(spec) > 16:
         # One program of 8 warps an SM: more do not fit into its registers.
-        return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, shape.num_sms), 0, 8, 6)
+        return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, shape.num_sms // row_blocks(spec)), 0, 8, 6)
     programs = max(1, shape.batch * spec.num_kv_heads)
     if 0.9 * shape.num_sms <= programs <= shape.num_sms and spec.page_size >= 32 and block_rows(spec) == 8:
         # One program an SM takes a whole sequence, and nothing is merged: 64 x 4096 in 66.2 and 66.9 us, 68.7 and 69.0 for two of tile 64.
@@ -100,9 +103,29 @@ def _wide_config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
     return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, shape.num_sms), 0, warps, 3)
 
 
+def candidates(spec: DecodeSpec, shape: BatchShape) -> list[DecodeConfig]:
+    """Tunings that may beat `config`'s at a batch shape, for `bench decode --tune`: other splits, and one balanced launch."""
+    base = config(spec, shape)
+    tiles = max(1, shape.batch * spec.num_kv_heads) * triton_decode.max_tiles(spec, shape, base.tile)
+    slots = [int(shape.num_sms * waves) for waves in (0.25, 0.5, 1, 2)]
+    split = {triton_decode.choose_num_splits(spec, shape, base.tile, n) for n in slots}
+    balanced = {min(n, tiles) for n in slots} if can_balance(spec, shape.batch) else set()
+    return [replace(base, num_splits=n) for n in sorted(split)] + [replace(base, num_splits=1, num_programs=n) for n in sorted(balanced)]
+
+
+def can_balance(spec: DecodeSpec, batch: int) -> bool:
+    """Whether the balanced kernel takes a batch: a sequence's splits depend on the others', and every program reads all lengths at once."""
+    return not spec.batch_invariant and batch <= MAX_BALANCED_BATCH
+
+
 def block_rows(spec: DecodeSpec) -> int:
-    """Query rows of a KV head, padded to the columns of a multiply."""
-    return max(8, triton.next_power_of_2(spec.query_len * spec.group_size))
+    """Query rows of a program: those of a KV head, padded to the columns of a multiply, up to the most that do not spill."""
+    return min(MAX_ROWS, MAX_QUERY_VALUES // spec.head_dim, max(8, triton.next_power_of_2(spec.query_len * spec.group_size)))
+
+
+def row_blocks(spec: DecodeSpec) -> int:
+    """Programs that share out a KV head's query rows, and each read all its tiles."""
+    return -(-spec.query_len * spec.group_size // block_rows(spec))
 
 
 def column_warps(spec: DecodeSpec) -> int:
@@ -121,22 +144,16 @@ def cache_refusal(kv: PagedKV) -> str | None:
 
 
 def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> None:
-    """Launch the split kernel, and the combine kernel where there is more than one split."""
+    """Launch the balanced kernel, or the split kernel and, where there is more than one split, the combine kernel."""
     spec, cfg = plan.spec, plan.config
     descriptors = _descriptors(kv, min(cfg.tile, spec.page_size))
     if isinstance(descriptors, str):
         if plan.by_name:
             raise BackendError(f"gluon_sm90 cannot read this cache: {descriptors}; align its rows and pages, or make the plan with backend='auto'")
-        # The workspace and the tiles of a split stay as planned; 3 stages of any tile here fit.
-        triton_decode.decode(q, kv, replace(plan, config=replace(cfg, num_stages=3)), out, lse, sinks)
+        triton_decode.decode(q, kv, _portable(plan), out, lse, sinks)
         return
-    split = cfg.num_splits > 1
     per_token = spec.kv_format == "fp8_token"
-    decode_tma_kernel[(spec.num_kv_heads, plan.batch, cfg.num_splits)](
-        out,
-        lse,
-        plan.partial_o,
-        plan.partial_lse,
+    inputs = (
         q,
         *descriptors,
         kv.k_scale,
@@ -148,38 +165,61 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         spec.soft_cap or 1.0,
         spec.window or 0,
         spec.query_len,
-        cfg.num_splits,
-        cfg.tiles_per_split,
+    )
+    strides = (
         *q.stride()[:3],
         *out.stride()[:3],
         *lse.stride(),
         *(kv.k_scale.stride() if per_token and kv.k_scale is not None else (0, 0, 0)),
         *(kv.v_scale.stride() if per_token and kv.v_scale is not None else (0, 0, 0)),
         plan.page_table.stride(0),
-        GROUP=spec.group_size,
-        M=block_rows(spec),
-        D=spec.head_dim,
-        TILE=cfg.tile,
-        S=spec.page_size,
-        SPLIT=split,
-        FP8=is_fp8(spec.kv_format),
-        PER_TOKEN=per_token,
-        CAUSAL=spec.causal,
-        WINDOW=spec.window is not None,
-        SOFT_CAP=spec.soft_cap is not None,
-        SINKS=spec.sinks,
-        MULTI_QUERY=spec.query_len > 1,
-        MASK_KV=spec.mask_unowned_kv,
-        STAGES=cfg.num_stages,
-        NUM_WARPS=cfg.num_warps,
-        COLUMN_WARPS=column_warps(spec),
-        SHARED_Q=block_rows(spec) > MAX_REGISTER_ROWS,
-        PDL=has_dependent_launch(q.device),
-        num_warps=cfg.num_warps,
-        **launch_options(q.device, cfg.max_registers),
     )
+    variant = {
+        "GROUP": spec.group_size,
+        "M": block_rows(spec),
+        "ROW_BLOCKS": row_blocks(spec),
+        "D": spec.head_dim,
+        "TILE": cfg.tile,
+        "S": spec.page_size,
+        "FP8": is_fp8(spec.kv_format),
+        "PER_TOKEN": per_token,
+        "CAUSAL": spec.causal,
+        "WINDOW": spec.window is not None,
+        "SOFT_CAP": spec.soft_cap is not None,
+        "SINKS": spec.sinks,
+        "MULTI_QUERY": spec.query_len > 1,
+        "MASK_KV": spec.mask_unowned_kv,
+        "STAGES": cfg.num_stages,
+        "NUM_WARPS": cfg.num_warps,
+        "COLUMN_WARPS": column_warps(spec),
+        "SHARED_Q": block_rows(spec) > MAX_REGISTER_ROWS,
+        "PDL": has_dependent_launch(q.device),
+        "num_warps": cfg.num_warps,
+        **launch_options(q.device, cfg.max_registers),
+    }
+    if cfg.num_programs:
+        decode_balanced_kernel[(cfg.num_programs,)](
+            out, lse, plan.partial_o, plan.partial_lse, plan.arrivals, *inputs, plan.batch, spec.num_kv_heads, *strides,
+            BATCH=max(32, triton.next_power_of_2(plan.batch)), **variant,
+        )  # fmt: skip
+        return
+    split = cfg.num_splits > 1
+    grid = (spec.num_kv_heads * row_blocks(spec), plan.batch, cfg.num_splits)
+    decode_tma_kernel[grid](out, lse, plan.partial_o, plan.partial_lse, *inputs, cfg.num_splits, cfg.tiles_per_split, *strides, SPLIT=split, **variant)
     if split:
         combine(out, lse, plan, sinks)
+
+
+def _portable(plan: DecodePlan) -> DecodePlan:
+    """The same work for the Triton kernel, with the plan's own splits and workspace, or with some made once for a plan of one launch."""
+    if not plan.config.num_programs:
+        # 3 stages of any tile here fit.
+        return replace(plan, config=replace(plan.config, num_stages=3))
+    if "portable" not in plan.prepared:
+        device = plan.seq_lens.device
+        config = triton_decode.config(plan.spec, BatchShape(plan.batch, plan.max_seq_len, num_sms(device)))
+        plan.prepared["portable"] = replace(plan, config=config, **make_workspace(plan.spec, plan.batch, config, device))
+    return plan.prepared["portable"]
 
 
 def _descriptors(kv: PagedKV, rows: int) -> tuple[TensorDescriptor, TensorDescriptor] | str:

@@ -1,8 +1,9 @@
 """The Gluon kernel of decode attention for Hopper: TMA into swizzled shared memory, K and V tiles as the 16-row operand of the multiply.
 
-One program takes one sequence, one KV head and one split, for all query rows of that head (padded to 8 at least). fp8 rows are copied and read as 16-bit pairs:
-a K fragment then holds neighbouring d of one token, so that q, permuted alike, is all that its conversion needs; a V fragment, read transposed, holds two d
-of two tokens, which one byte permute turns into pairs of tokens. Tiles that every query row sees in full carry no mask; the others are peeled.
+One program takes one sequence, one KV head and one split, for all query rows of that head (padded to 8 at least) or a block of them. fp8 rows are copied and
+read as 16-bit pairs: a K fragment then holds neighbouring d of one token, so that q, permuted alike, is all that its conversion needs; a V fragment, read
+transposed, holds two d of two tokens, which one byte permute turns into pairs of tokens. Tiles that every query row sees in full carry no mask; the others
+are peeled.
 
 Lines that end in `# owned: name` are the promise; tests/ops/test_mutation.py takes each out, on a GPU and in our interpreter of Gluon
 (atoll/probe/gluon_interpreter.py).
@@ -64,8 +65,11 @@ def _owns(first, row_lo, row_hi, S: gl.constexpr, WINDOW: gl.constexpr):
 
 
 @gluon.jit
-def _pages_of_tile(table_ptr, i_tile, tile_hi, row_lo, row_hi, TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr, MASK_KV: gl.constexpr):
-    """Page ids of a tile. Entries of pages without an owned row, and of tiles past the last, are not read: they may hold anything."""
+def _pages_of_tile(table_ptr, i_tile, tile_hi, row_lo, row_hi, TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr):
+    """Page ids of a tile. Entries of pages without an owned row, and of tiles past the last, are not read: they may hold anything.
+
+    In place of such a page stands an owned one of the same tile, so that every copy may run: its rows are masked by their place in the tile.
+    """
     wanted = i_tile < tile_hi
     if S >= TILE:
         page0 = gl.load(table_ptr + i_tile * TILE // S, mask=wanted, other=0)
@@ -87,50 +91,36 @@ def _pages_of_tile(table_ptr, i_tile, tile_hi, row_lo, row_hi, TILE: gl.constexp
             page2 = gl.load(table_ptr + first + 2, mask=m2, other=0)
             page3 = gl.load(table_ptr + first + 3, mask=m3, other=0)
             some = gl.where(m0 | m1, some, gl.where(m2, page2, page3))
-        if not MASK_KV:
-            # Every row of the tile meets the multiply, so that all must be copied: the caller promises finite rows in pages that the sequence owns.
-            page0 = gl.where(m0, page0, some)
-            page1 = gl.where(m1, page1, some)
-            if NUM == 4:
-                page2 = gl.where(m2, page2, some)
-                page3 = gl.where(m3, page3, some)
-        return page0, page1, page2, page3
+            page2 = gl.where(m2, page2, some)
+            page3 = gl.where(m3, page3, some)
+        return gl.where(m0, page0, some), gl.where(m1, page1, some), page2, page3
 
 
 @gluon.jit
 def _copy_tile(
-    k_desc, v_desc, k_smem, v_smem, bars, i_slot, page0, page1, page2, page3, i_tile, tile_hi, row_lo, row_hi, i_h,
-    TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr, MASK_KV: gl.constexpr,
+    k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, page0, page1, page2, page3, i_tile, tile_hi, i_h, TILE: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
-    """Start the copies of a tile's K and V; pages without an owned row are not read."""
+    """Start the copies of a tile's K and V.
+
+    Both barriers are armed before the first copy, and K and V take turns: between two writes of one buffer the compiler has all warps wait for each other.
+    """
     ROWS: gl.constexpr = S if S < TILE else TILE
     NUM: gl.constexpr = TILE // ROWS
-    BYTES: gl.constexpr = 2 * ROWS * k_desc.block_type.shape[3] * 2
+    BYTES: gl.constexpr = TILE * k_desc.block_type.shape[3] * 2
     wanted = i_tile < tile_hi
-    bar = bars.index(i_slot)
+    k_bar = k_bars.index(i_slot)
+    v_bar = v_bars.index(i_slot)
+    mbarrier.expect(k_bar, BYTES, pred=wanted)
+    mbarrier.expect(v_bar, BYTES, pred=wanted)
     if NUM == 1:
         slot = i_tile * TILE % S
-        mbarrier.expect(bar, BYTES, pred=wanted)
-        tma.async_copy_global_to_shared(k_desc, [page0, i_h, slot, 0], bar, k_smem.index(i_slot), pred=wanted)
-        tma.async_copy_global_to_shared(v_desc, [page0, i_h, slot, 0], bar, v_smem.index(i_slot), pred=wanted)
+        tma.async_copy_global_to_shared(k_desc, [page0, i_h, slot, 0], k_bar, k_smem.index(i_slot), pred=wanted)
+        tma.async_copy_global_to_shared(v_desc, [page0, i_h, slot, 0], v_bar, v_smem.index(i_slot), pred=wanted)
     else:
-        if MASK_KV:
-            num_pages = 0
-            for i in gl.static_range(NUM):
-                num_pages += _owns(i_tile * TILE + i * S, row_lo, row_hi, S, WINDOW).to(gl.int32)
-            # How many bytes to expect is a constant of the instruction, so one of these runs.
-            if num_pages == NUM:
-                mbarrier.expect(bar, BYTES * NUM, pred=wanted)
-            else:
-                for i in gl.static_range(1, NUM):
-                    mbarrier.expect(bar, BYTES * i, pred=wanted & (num_pages == i))
-        else:
-            mbarrier.expect(bar, BYTES * NUM, pred=wanted)
         for i in gl.static_range(NUM):
             page = page0 if i == 0 else (page1 if i == 1 else (page2 if i == 2 else page3))
-            copied = wanted & _owns(i_tile * TILE + i * S, row_lo, row_hi, S, WINDOW) if MASK_KV else wanted
-            tma.async_copy_global_to_shared(k_desc, [page, i_h, 0, 0], bar, k_smem.index(i_slot).slice(i * S, S, dim=2), pred=copied)
-            tma.async_copy_global_to_shared(v_desc, [page, i_h, 0, 0], bar, v_smem.index(i_slot).slice(i * S, S, dim=2), pred=copied)
+            tma.async_copy_global_to_shared(k_desc, [page, i_h, 0, 0], k_bar, k_smem.index(i_slot).slice(i * S, S, dim=2), pred=wanted)
+            tma.async_copy_global_to_shared(v_desc, [page, i_h, 0, 0], v_bar, v_smem.index(i_slot).slice(i * S, S, dim=2), pred=wanted)
 
 
 @gluon.jit
@@ -193,8 +183,9 @@ def _load_values(v_tile, m_v, H: gl.constexpr, FP8: gl.constexpr, MASK: gl.const
 @gluon.jit
 def _attend_tile(
     acc0, acc1, p_sum, b_max, v_unit, q0, q1, q_scale, b_ks, b_vs, b_vs_all, soft_cap, k_tile, v_tile, i_tile, row_lo, row_hi, position_0, window, query_len,
-    FULL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, FP8: gl.constexpr, PER_TOKEN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    SOFT_CAP: gl.constexpr, MULTI_QUERY: gl.constexpr, MASK_KV: gl.constexpr, SHARED_Q: gl.constexpr, mma: gl.constexpr, all_layout: gl.constexpr,
+    first_m, FULL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, FP8: gl.constexpr, PER_TOKEN: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, MULTI_QUERY: gl.constexpr, MASK_KV: gl.constexpr, SHARED_Q: gl.constexpr, mma: gl.constexpr,
+    all_layout: gl.constexpr,
 ):  # fmt: skip
     """One online-softmax step over a tile in shared memory, which every query row sees in full (FULL) or each by its own mask."""
     a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -217,7 +208,7 @@ def _attend_tile(
         b_s = soft_cap * LOG2_E * (2.0 / (1.0 + gl.exp2(b_s * (-2.0 / soft_cap))) - 1.0)
     if not FULL:
         o_row = i_tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, mma))
-        o_t = gl.arange(0, M, layout=gl.SliceLayout(0, mma)) // GROUP
+        o_t = (first_m + gl.arange(0, M, layout=gl.SliceLayout(0, mma))) // GROUP
         m_seen = gl.expand_dims(o_row < row_hi, 1)
         if CAUSAL and MULTI_QUERY:
             m_seen = m_seen & (gl.expand_dims(o_row, 1) <= gl.expand_dims(position_0 + o_t, 0))
@@ -259,8 +250,8 @@ def _attend_tile(
         zero = gl.zeros([H, M], gl.float32, mma)
         if MULTI_QUERY and MASK_KV:
             # A row that one query token sees may hold NaN, and another that does not see it must not meet it: 0 * NaN.
-            o_t = gl.arange(0, M, layout=gl.SliceLayout(0, mma)) // GROUP
-            for i_t in range(query_len):
+            o_t = (first_m + gl.arange(0, M, layout=gl.SliceLayout(0, mma))) // GROUP
+            for i_t in range(first_m // GROUP, gl.minimum((first_m + M - 1) // GROUP + 1, query_len)):
                 v_hi = gl.minimum(row_hi, position_0 + i_t + 1) if CAUSAL else row_hi  # owned: drafts
                 m_v = o_v < v_hi
                 if WINDOW:
@@ -285,16 +276,16 @@ def _attend_tile(
 
 @gluon.jit
 def _load_query(
-    q_ptr, sm_scale, i_b, i_h, query_len, stride_q_b, stride_q_t, stride_q_h,
+    q_ptr, sm_scale, i_b, i_h, first_m, query_len, stride_q_b, stride_q_t, stride_q_h,
     GROUP: gl.constexpr, M: gl.constexpr, H: gl.constexpr, FP8: gl.constexpr, NUM_WARPS: gl.constexpr, SHARED_Q: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """The query rows of one KV head as two operands, in the order that `_load_keys` gives K, and what their scores are to be multiplied by (base 2).
+    """M query rows of one KV head, from `first_m` on, as two operands, in the order that `_load_keys` gives K, and the factor of their scores (base 2).
 
     The operands are registers, or with SHARED_Q shared memory [M, H].
     """
     q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [NUM_WARPS, 1], [1, 0])
     b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    o_m = gl.arange(0, M, layout=gl.SliceLayout(1, q_layout))
+    o_m = first_m + gl.arange(0, M, layout=gl.SliceLayout(1, q_layout))
     o_e = gl.arange(0, H, layout=gl.SliceLayout(0, q_layout))
     o_q = i_b.to(gl.int64) * stride_q_b + (o_m // GROUP) * stride_q_t + (i_h * GROUP + o_m % GROUP) * stride_q_h
     o_q = gl.expand_dims(o_q, 1) + gl.expand_dims(o_e // 2 * 4 + o_e % 2 if FP8 else o_e, 0)
@@ -316,6 +307,154 @@ def _load_query(
         return gl.allocate_shared_memory(q0.dtype, [M, H], layout, q0), gl.allocate_shared_memory(q1.dtype, [M, H], layout, q1), q_scale
     else:
         return gl.convert_layout(q0.permute((1, 0)), b_layout), gl.convert_layout(q1.permute((1, 0)), b_layout), q_scale
+
+
+@gluon.jit
+def _first_copies(
+    k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, table_ptr, tile_lo, tile_hi, row_lo, row_hi, i_h,
+    TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of the first STAGES - 1 tiles into the slots from `i_slot` on. Returns the pages of the tile after them."""
+    for i in gl.static_range(STAGES - 1):
+        page0, page1, page2, page3 = _pages_of_tile(table_ptr, tile_lo + i, tile_hi, row_lo, row_hi, TILE, S, WINDOW)
+        slot = (i_slot + i) % STAGES
+        _copy_tile(k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, slot, page0, page1, page2, page3, tile_lo + i, tile_hi, i_h, TILE, S)
+    return _pages_of_tile(table_ptr, tile_lo + STAGES - 1, tile_hi, row_lo, row_hi, TILE, S, WINDOW)
+
+
+@gluon.jit
+def _attend_tiles(
+    k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, phase, page0, page1, page2, page3, table_ptr, k_scale_ptr, v_scale_ptr, q0, q1, q_scale, soft_cap,
+    i_h, first_m, tile_lo, tile_hi, row_lo, row_hi, window, query_len, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
+    GROUP: gl.constexpr, M: gl.constexpr, H: gl.constexpr, W: gl.constexpr, TILE: gl.constexpr, S: gl.constexpr, FP8: gl.constexpr,
+    PER_TOKEN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, MULTI_QUERY: gl.constexpr, MASK_KV: gl.constexpr,
+    STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, SHARED_Q: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Online softmax over tiles [tile_lo, tile_hi), whose first copies are on their way into the slots from `i_slot` on.
+
+    Returns the two halves of the sum of values [H, M], the sums of probabilities by row of a tile [TILE, M], the maxima [M], the unit of the values, and the
+    next slot and its phase.
+    """
+    # Each warp holds every row of a tile, so that a maximum over them crosses no warp.
+    all_layout: gl.constexpr = gl.BlockedLayout([TILE // 32], [32], [NUM_WARPS], [0])
+    # Rows [common_lo, common_hi) are seen by every query row: tiles [full_lo, full_hi) hold nothing else and need no mask.
+    common_lo = gl.maximum(row_hi - window, 0) if WINDOW else 0
+    common_hi = gl.maximum(row_hi - query_len + 1, 0) if CAUSAL else row_hi
+    full_lo = gl.minimum(gl.maximum((common_lo + TILE - 1) // TILE, tile_lo), gl.maximum(tile_hi, tile_lo))  # owned: left edge
+    full_hi = gl.maximum(gl.minimum(common_hi // TILE, tile_hi), full_lo)  # owned: right edge
+    position_0 = row_hi - query_len
+
+    o_n = gl.arange(0, TILE, layout=gl.SliceLayout(1, mma))
+    o_all = gl.arange(0, TILE, layout=all_layout)
+    # Scales are loaded a tile ahead of their use, their pages two tiles ahead.
+    page = _pages_of_rows(table_ptr, tile_lo, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN, WINDOW)
+    page_all = _pages_of_rows(table_ptr, tile_lo, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN, WINDOW)
+    b_ks = _load_scales(k_scale_ptr, page, tile_lo, tile_hi, row_lo, row_hi, o_n, stride_ks_p, stride_ks_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV)
+    b_vs = _load_scales(v_scale_ptr, page, tile_lo, tile_hi, row_lo, row_hi, o_n, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV)
+    b_vs_all = _load_scales(v_scale_ptr, page_all, tile_lo, tile_hi, row_lo, row_hi, o_all, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV)
+    page = _pages_of_rows(table_ptr, tile_lo + 1, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN, WINDOW)
+    page_all = _pages_of_rows(table_ptr, tile_lo + 1, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN, WINDOW)
+
+    acc0 = gl.zeros([H, M], gl.float32, mma)
+    acc1 = gl.zeros([H, M], gl.float32, mma)
+    p_sum = gl.zeros([TILE, M], gl.float32, mma)
+    b_max = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(0, mma))
+    v_unit = 0.0
+    for PART in gl.static_range(3):
+        # Edge tiles on the left (of a window alone), full tiles, edge tiles on the right.
+        if PART != 0 or WINDOW:
+            part_lo = tile_lo if PART == 0 else (full_lo if PART == 1 else full_hi)
+            part_hi = full_lo if PART == 0 else (full_hi if PART == 1 else tile_hi)
+            for i_tile in range(part_lo, part_hi):
+                next_ks = _load_scales(
+                    k_scale_ptr, page, i_tile + 1, tile_hi, row_lo, row_hi, o_n, stride_ks_p, stride_ks_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV
+                )
+                next_vs = _load_scales(
+                    v_scale_ptr, page, i_tile + 1, tile_hi, row_lo, row_hi, o_n, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV
+                )
+                next_all = _load_scales(
+                    v_scale_ptr, page_all, i_tile + 1, tile_hi, row_lo, row_hi, o_all, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV
+                )  # fmt: skip
+                page = _pages_of_rows(table_ptr, i_tile + 2, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN, WINDOW)
+                page_all = _pages_of_rows(table_ptr, i_tile + 2, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN, WINDOW)
+                mbarrier.wait(k_bars.index(i_slot), phase)
+                mbarrier.wait(v_bars.index(i_slot), phase)
+                if PART != 2:
+                    # Every warp is past its reads of the tile before: its place can be filled.
+                    program_barrier()
+                    free = gl.where(i_slot == 0, STAGES - 1, i_slot - 1)
+                    i_next = i_tile + STAGES - 1
+                    _copy_tile(k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, free, page0, page1, page2, page3, i_next, tile_hi, i_h, TILE, S)
+                    page0, page1, page2, page3 = _pages_of_tile(table_ptr, i_next + 1, tile_hi, row_lo, row_hi, TILE, S, WINDOW)
+                acc0, acc1, p_sum, b_max, v_unit = _attend_tile(
+                    acc0, acc1, p_sum, b_max, v_unit, q0, q1, q_scale, b_ks, b_vs, b_vs_all, soft_cap,
+                    k_smem.index(i_slot).reshape([TILE, W]), v_smem.index(i_slot).reshape([TILE, W]), i_tile, row_lo, row_hi, position_0, window, query_len,
+                    first_m, PART == 1, GROUP, TILE, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, SHARED_Q, mma, all_layout,
+                )  # fmt: skip
+                b_ks = next_ks
+                b_vs = next_vs
+                b_vs_all = next_all
+                i_slot += 1
+                phase = gl.where(i_slot == STAGES, phase ^ 1, phase)
+                i_slot = gl.where(i_slot == STAGES, 0, i_slot)
+    return acc0, acc1, p_sum, b_max, v_unit, i_slot, phase
+
+
+@gluon.jit
+def _make_ring(k_desc, v_desc, TILE: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory for STAGES tiles of K and of V, and the barriers of their copies."""
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, TILE, W], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, TILE, W], v_desc.layout)
+    k_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_bars.index(i), count=1)
+        mbarrier.init(v_bars.index(i), count=1)
+    # The copies' engine must see the barriers ready before the first copy.
+    fence_async_shared()
+    program_barrier()
+    return k_smem, v_smem, k_bars, v_bars
+
+
+@gluon.jit
+def _write_output(
+    out_ptr, lse_ptr, sinks_ptr, acc0, acc1, b_sum, b_max, v_scale, i_b, i_h, first_m, query_len, stride_out_b, stride_out_t, stride_out_h,
+    stride_lse_b, stride_lse_t, stride_lse_h, GROUP: gl.constexpr, M: gl.constexpr, H: gl.constexpr, FP8: gl.constexpr, SINKS: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Normalize one KV head's values [H, M] twice, in units of `v_scale`, with their sums and maxima [M], and store them as its query rows."""
+    o_m = first_m + gl.arange(0, M, layout=gl.SliceLayout(0, mma))
+    m_m = o_m < query_len * GROUP
+    o_h = i_h * GROUP + o_m % GROUP
+    if SINKS:
+        # One more key with value zero; a row that saw no key stays empty.
+        b_sink = gl.load(sinks_ptr + o_h, mask=m_m, other=0.0) * LOG2_E
+        b_top = gl.maximum(b_max, b_sink)
+        b_decay = gl.exp2(b_max - b_top)
+        b_sum = gl.where(b_sum == 0.0, 0.0, b_sum * b_decay + gl.exp2(b_sink - b_top))
+        b_max = b_top
+        v_scale = v_scale * b_decay
+    factor, b_lse = _close(b_sum, b_max, v_scale)
+    o_out = out_ptr + i_b.to(gl.int64) * stride_out_b + (o_m // GROUP) * stride_out_t + o_h * stride_out_h
+    o_lse = i_b.to(gl.int64) * stride_lse_b + (o_m // GROUP) * stride_lse_t + o_h * stride_lse_h
+    gl.store(lse_ptr + o_lse, b_lse * LN_2, mask=m_m)
+    _store_halves(o_out, acc0, acc1, factor, m_m, H, FP8, mma)
+
+
+@gluon.jit
+def _close(b_sum, b_max, v_scale):
+    """What the values are to be multiplied by, and the log-sum-exp, base 2; 0 and -inf where a row saw no key."""
+    empty = b_sum == 0.0
+    return gl.where(empty, 0.0, v_scale / gl.where(empty, 1.0, b_sum)), gl.where(empty, float("-inf"), b_max + gl.log2(b_sum))
+
+
+@gluon.jit
+def _store_halves(o_out, acc0, acc1, factor, m_m, H: gl.constexpr, FP8: gl.constexpr, mma: gl.constexpr):
+    """Rows of D values at pointers `o_out` [M]: row e of the two halves is d 2e and 2e + 1, or not FP8 e and H + e."""
+    o_out = gl.expand_dims(o_out, 0) + gl.expand_dims((2 if FP8 else 1) * gl.arange(0, H, layout=gl.SliceLayout(1, mma)), 1)
+    m_out = gl.expand_dims(m_m, 0)
+    factor = gl.expand_dims(factor, 0)
+    gl.store(o_out, (acc0 * factor).to(o_out.dtype.element_ty), mask=m_out)
+    gl.store(o_out + (1 if FP8 else H), (acc1 * factor).to(o_out.dtype.element_ty), mask=m_out)
 
 
 @gluon.jit(do_not_specialize=["window", "query_len", "num_splits", "tiles_per_split", "stride_table_b"])
@@ -356,6 +495,7 @@ def decode_tma_kernel(
     stride_table_b,
     GROUP: gl.constexpr,
     M: gl.constexpr,
+    ROW_BLOCKS: gl.constexpr,
     D: gl.constexpr,
     TILE: gl.constexpr,
     S: gl.constexpr,
@@ -380,10 +520,8 @@ def decode_tma_kernel(
     # 16-bit elements of a row of K and V.
     W: gl.constexpr = H if FP8 else D
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS // COLUMN_WARPS, COLUMN_WARPS], [16, 8])
-    column_layout: gl.constexpr = gl.SliceLayout(0, mma)
-    # Each warp holds every row of a tile, so that a maximum over them crosses no warp.
-    all_layout: gl.constexpr = gl.BlockedLayout([TILE // 32], [32], [NUM_WARPS], [0])
-    i_h = gl.program_id(0)
+    i_h = gl.program_id(0) // ROW_BLOCKS
+    first_m = gl.program_id(0) % ROW_BLOCKS * M
     i_b = gl.program_id(1)
     i_s = gl.program_id(2)
     if PDL:
@@ -401,92 +539,27 @@ def decode_tma_kernel(
     if i_s < num_used:
         tile_lo = first_tile + i_s * per_split
         tile_hi = gl.minimum(tile_lo + per_split, last_tile)
-        # Rows [common_lo, common_hi) are seen by every query row: tiles [full_lo, full_hi) hold nothing else and need no mask.
-        common_lo = gl.maximum(row_hi - window, 0) if WINDOW else 0
-        common_hi = gl.maximum(row_hi - query_len + 1, 0) if CAUSAL else row_hi
-        full_lo = gl.minimum(gl.maximum((common_lo + TILE - 1) // TILE, tile_lo), gl.maximum(tile_hi, tile_lo))  # owned: left edge
-        full_hi = gl.maximum(gl.minimum(common_hi // TILE, tile_hi), full_lo)  # owned: right edge
-        position_0 = row_hi - query_len
 
-        k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, TILE, W], k_desc.layout)
-        v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, TILE, W], v_desc.layout)
-        bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(STAGES):
-            mbarrier.init(bars.index(i), count=1)
-        # The copies' engine must see the barriers ready before the first copy.
-        fence_async_shared()
-        program_barrier()
+        k_smem, v_smem, k_bars, v_bars = _make_ring(k_desc, v_desc, TILE, W, STAGES)
         table_ptr = page_table_ptr + i_b.to(gl.int64) * stride_table_b
-        for i in gl.static_range(STAGES - 1):
-            page0, page1, page2, page3 = _pages_of_tile(table_ptr, tile_lo + i, tile_hi, row_lo, row_hi, TILE, S, WINDOW, MASK_KV)
-            _copy_tile(
-                k_desc, v_desc, k_smem, v_smem, bars, i, page0, page1, page2, page3, tile_lo + i, tile_hi, row_lo, row_hi, i_h, TILE, S, WINDOW, MASK_KV
-            )  # fmt: skip
-        page0, page1, page2, page3 = _pages_of_tile(table_ptr, tile_lo + STAGES - 1, tile_hi, row_lo, row_hi, TILE, S, WINDOW, MASK_KV)
-
-        o_n = gl.arange(0, TILE, layout=gl.SliceLayout(1, mma))
-        o_all = gl.arange(0, TILE, layout=all_layout)
+        i_slot = 0
+        phase = 0
+        page0, page1, page2, page3 = _first_copies(
+            k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, table_ptr, tile_lo, tile_hi, row_lo, row_hi, i_h, TILE, S, WINDOW, STAGES
+        )  # fmt: skip
         if PER_TOKEN:
             k_scale_ptr += i_h.to(gl.int64) * stride_ks_h
             v_scale_ptr += i_h.to(gl.int64) * stride_vs_h
-        # Scales are loaded a tile ahead of their use, their pages two tiles ahead.
-        page = _pages_of_rows(table_ptr, tile_lo, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN, WINDOW)
-        page_all = _pages_of_rows(table_ptr, tile_lo, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN, WINDOW)
-        b_ks = _load_scales(k_scale_ptr, page, tile_lo, tile_hi, row_lo, row_hi, o_n, stride_ks_p, stride_ks_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV)
-        b_vs = _load_scales(v_scale_ptr, page, tile_lo, tile_hi, row_lo, row_hi, o_n, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV)
-        b_vs_all = _load_scales(v_scale_ptr, page_all, tile_lo, tile_hi, row_lo, row_hi, o_all, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV)
-        page = _pages_of_rows(table_ptr, tile_lo + 1, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN, WINDOW)
-        page_all = _pages_of_rows(table_ptr, tile_lo + 1, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN, WINDOW)
-
-        q0, q1, q_scale = _load_query(q_ptr, sm_scale, i_b, i_h, query_len, stride_q_b, stride_q_t, stride_q_h, GROUP, M, H, FP8, NUM_WARPS, SHARED_Q, mma)
+        q0, q1, q_scale = _load_query(
+            q_ptr, sm_scale, i_b, i_h, first_m, query_len, stride_q_b, stride_q_t, stride_q_h, GROUP, M, H, FP8, NUM_WARPS, SHARED_Q, mma
+        )  # fmt: skip
         if FP8 and not PER_TOKEN:
             q_scale = q_scale * gl.load(k_scale_ptr)
-        acc0 = gl.zeros([H, M], gl.float32, mma)
-        acc1 = gl.zeros([H, M], gl.float32, mma)
-        p_sum = gl.zeros([TILE, M], gl.float32, mma)
-        b_max = gl.full([M], float("-inf"), gl.float32, column_layout)
-        v_unit = 0.0
-        i_slot = 0
-        phase = 0
-        for PART in gl.static_range(3):
-            # Edge tiles on the left (of a window alone), full tiles, edge tiles on the right.
-            if PART != 0 or WINDOW:
-                part_lo = tile_lo if PART == 0 else (full_lo if PART == 1 else full_hi)
-                part_hi = full_lo if PART == 0 else (full_hi if PART == 1 else tile_hi)
-                for i_tile in range(part_lo, part_hi):
-                    next_ks = _load_scales(
-                        k_scale_ptr, page, i_tile + 1, tile_hi, row_lo, row_hi, o_n, stride_ks_p, stride_ks_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV
-                    )
-                    next_vs = _load_scales(
-                        v_scale_ptr, page, i_tile + 1, tile_hi, row_lo, row_hi, o_n, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV
-                    )
-                    next_all = _load_scales(
-                        v_scale_ptr, page_all, i_tile + 1, tile_hi, row_lo, row_hi, o_all, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV
-                    )  # fmt: skip
-                    page = _pages_of_rows(table_ptr, i_tile + 2, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN, WINDOW)
-                    page_all = _pages_of_rows(table_ptr, i_tile + 2, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN, WINDOW)
-                    mbarrier.wait(bars.index(i_slot), phase)
-                    if PART != 2:
-                        # Every warp is past its reads of the tile before: its place can be filled.
-                        program_barrier()
-                        free = gl.where(i_slot == 0, STAGES - 1, i_slot - 1)
-                        i_next = i_tile + STAGES - 1
-                        _copy_tile(
-                            k_desc, v_desc, k_smem, v_smem, bars, free, page0, page1, page2, page3, i_next, tile_hi, row_lo, row_hi, i_h,
-                            TILE, S, WINDOW, MASK_KV,
-                        )  # fmt: skip
-                        page0, page1, page2, page3 = _pages_of_tile(table_ptr, i_next + 1, tile_hi, row_lo, row_hi, TILE, S, WINDOW, MASK_KV)
-                    acc0, acc1, p_sum, b_max, v_unit = _attend_tile(
-                        acc0, acc1, p_sum, b_max, v_unit, q0, q1, q_scale, b_ks, b_vs, b_vs_all, soft_cap,
-                        k_smem.index(i_slot).reshape([TILE, W]), v_smem.index(i_slot).reshape([TILE, W]), i_tile, row_lo, row_hi, position_0, window, query_len,
-                        PART == 1, GROUP, TILE, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, SHARED_Q, mma, all_layout,
-                    )  # fmt: skip
-                    b_ks = next_ks
-                    b_vs = next_vs
-                    b_vs_all = next_all
-                    i_slot += 1
-                    phase = gl.where(i_slot == STAGES, phase ^ 1, phase)
-                    i_slot = gl.where(i_slot == STAGES, 0, i_slot)
+        acc0, acc1, p_sum, b_max, v_unit, _, _ = _attend_tiles(
+            k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, phase, page0, page1, page2, page3, table_ptr, k_scale_ptr, v_scale_ptr, q0, q1, q_scale,
+            soft_cap, i_h, first_m, tile_lo, tile_hi, row_lo, row_hi, window, query_len, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
+            GROUP, M, H, W, TILE, S, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, STAGES, NUM_WARPS, SHARED_Q, mma,
+        )  # fmt: skip
 
         v_scale = 1.0
         if PER_TOKEN:
@@ -494,30 +567,15 @@ def decode_tma_kernel(
         elif FP8:
             v_scale = gl.load(v_scale_ptr)
         b_sum = gl.sum(p_sum, 0)
-        o_m = gl.arange(0, M, layout=column_layout)
-        m_m = o_m < query_len * GROUP
-        o_h = i_h * GROUP + o_m % GROUP
-        if SINKS and not SPLIT:
-            # One more key with value zero; a row that saw no key stays empty.
-            b_sink = gl.load(sinks_ptr + o_h, mask=m_m, other=0.0) * LOG2_E
-            b_top = gl.maximum(b_max, b_sink)
-            b_decay = gl.exp2(b_max - b_top)
-            b_sum = gl.where(b_sum == 0.0, 0.0, b_sum * b_decay + gl.exp2(b_sink - b_top))
-            b_max = b_top
-            v_scale = v_scale * b_decay
-        empty = b_sum == 0.0
-        factor = gl.expand_dims(gl.where(empty, 0.0, v_scale / gl.where(empty, 1.0, b_sum)), 0)
-        b_lse = gl.where(empty, float("-inf"), b_max + gl.log2(b_sum))
         if SPLIT:
-            o_state = ((i_b.to(gl.int64) * gl.num_programs(0) + i_h) * num_splits + i_s) * (query_len * GROUP) + o_m
-            o_out = partial_o_ptr + o_state * D
+            o_m = first_m + gl.arange(0, M, layout=gl.SliceLayout(0, mma))
+            m_m = o_m < query_len * GROUP
+            factor, b_lse = _close(b_sum, b_max, v_scale)
+            o_state = ((i_b.to(gl.int64) * (gl.num_programs(0) // ROW_BLOCKS) + i_h) * num_splits + i_s) * (query_len * GROUP) + o_m
             gl.store(partial_lse_ptr + o_state, b_lse, mask=m_m)
+            _store_halves(partial_o_ptr + o_state * D, acc0, acc1, factor, m_m, H, FP8, mma)
         else:
-            o_out = out_ptr + i_b.to(gl.int64) * stride_out_b + (o_m // GROUP) * stride_out_t + o_h * stride_out_h
-            o_lse = i_b.to(gl.int64) * stride_lse_b + (o_m // GROUP) * stride_lse_t + o_h * stride_lse_h
-            gl.store(lse_ptr + o_lse, b_lse * LN_2, mask=m_m)
-        # Row e of the two accumulators is d 2e and 2e + 1, or not FP8 e and H + e.
-        o_out = gl.expand_dims(o_out, 0) + gl.expand_dims((2 if FP8 else 1) * gl.arange(0, H, layout=gl.SliceLayout(1, mma)), 1)
-        m_out = gl.expand_dims(m_m, 0)
-        gl.store(o_out, (acc0 * factor).to(o_out.dtype.element_ty), mask=m_out)
-        gl.store(o_out + (1 if FP8 else H), (acc1 * factor).to(o_out.dtype.element_ty), mask=m_out)
+            _write_output(
+                out_ptr, lse_ptr, sinks_ptr, acc0, acc1, b_sum, b_max, v_scale, i_b, i_h, first_m, query_len, stride_out_b, stride_out_t, stride_out_h,
+                stride_lse_b, stride_lse_t, stride_lse_h, GROUP, M, H, FP8, SINKS, mma,
+            )  # fmt: skip

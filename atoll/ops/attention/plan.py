@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -12,7 +12,7 @@ from atoll.errors import BackendError, SpecError
 from atoll.ops.attention.spec import DecodeSpec
 
 # Each module has MASKS_UNOWNED (it keeps the promise), GRAPH_SAFE (a CUDA graph may hold it), supports(), config() and decode(). One whose kernel plans on the
-# host also has prepare(), which each new plan and each refill runs.
+# host also has prepare(), which each new plan and each refill runs; one with num_programs has can_balance(); one with its own idea of tuning, candidates().
 # In order of preference.
 BACKENDS: dict[str, str] = {
     "gluon_sm90": "atoll.ops.attention.gluon_decode_sm90",
@@ -48,6 +48,7 @@ class DecodeConfig:
     num_stages: int = 3
     peel_above: int = 0  # tiles per split above which tiles without a mask get a loop of their own
     max_registers: int | None = None  # per thread; None: the compiler's choice
+    num_programs: int = 0  # above 0: one launch of so many programs, which share out all tiles of the batch and merge among themselves (gluon_sm90)
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,9 @@ class DecodePlan:
     seq_lens: torch.Tensor  # [B] int32; this step's tokens counted; 0 for a padded sequence
     page_table: torch.Tensor  # [B, MP] int32; entries past a sequence's pages may hold anything
     max_seq_len: int
-    partial_o: torch.Tensor  # workspace [B, HKV, NS, QL * G, D] fp32, empty when NS is 1
+    partial_o: torch.Tensor  # workspace [B, HKV, NS, QL * G, D] fp32, empty when NS is 1; with num_programs what gluon_balanced_sm90 says
     partial_lse: torch.Tensor  # workspace [B, HKV, NS, QL * G] fp32
+    arrivals: torch.Tensor  # [2, num_programs, 2] int32, 0 between launches
     by_name: bool = False  # the backend was asked for by name: it may not hand a launch to another
     prepared: dict[str, Any] = field(default_factory=dict)  # what the backend's prepare() left for its decode()
 
@@ -125,11 +127,10 @@ def plan_decode(
     elif longest is not None and longest > max_seq_len:
         raise SpecError(f"seq_len {longest} is above max_seq_len {max_seq_len}; raise max_seq_len")
     name, module, refusals = choose_backend(spec, target, backend)
-    shape = BatchShape(batch, max_seq_len, _num_sms(target), amd=target.type == "cuda" and torch.version.hip is not None)
+    shape = BatchShape(batch, max_seq_len, num_sms(target), amd=target.type == "cuda" and torch.version.hip is not None)
     config = config or module.config(spec, shape)
-    rows = spec.query_len * spec.group_size
-    splits = config.num_splits if config.num_splits > 1 else 0
-    partial = (batch, spec.num_kv_heads, splits, rows)
+    if config.num_programs and not (hasattr(module, "can_balance") and module.can_balance(spec, batch)):
+        raise BackendError(f"{name} cannot run a batch of {batch} in one launch of num_programs {config.num_programs} for this spec; use num_splits")
     plan = DecodePlan(
         spec=spec,
         backend=name,
@@ -138,12 +139,33 @@ def plan_decode(
         seq_lens=_own_copy(lens, target),
         page_table=_own_copy(page_table, target),
         max_seq_len=max_seq_len,
-        partial_o=torch.empty((*partial, spec.head_dim), dtype=torch.float32, device=target),
-        partial_lse=torch.empty(partial, dtype=torch.float32, device=target),
         by_name=backend != "auto",
+        **make_workspace(spec, batch, config, target),
     )
     plan._prepare(lens, page_table)
     return plan
+
+
+class Workspace(TypedDict):
+    """The fields of a plan that kernels write. They may hold anything before a launch, but for `arrivals`."""
+
+    partial_o: torch.Tensor
+    partial_lse: torch.Tensor
+    arrivals: torch.Tensor
+
+
+def make_workspace(spec: DecodeSpec, batch: int, config: DecodeConfig, device: torch.device) -> Workspace:
+    """What a plan of this tuning needs."""
+    rows = spec.query_len * spec.group_size
+    partial: tuple[int, ...] = (batch, spec.num_kv_heads, config.num_splits if config.num_splits > 1 else 0, rows)
+    if config.num_programs:
+        # Two parts a program; a kernel works on 8 rows at least, and on a power of two.
+        partial = (config.num_programs, 2, max(8, 1 << (rows - 1).bit_length()))
+    return {
+        "partial_o": torch.empty((*partial, spec.head_dim), dtype=torch.float32, device=device),
+        "partial_lse": torch.empty(partial, dtype=torch.float32, device=device),
+        "arrivals": torch.zeros((2, config.num_programs, 2), dtype=torch.int32, device=device),
+    }
 
 
 def choose_backend(spec: DecodeSpec, device: torch.device, backend: str = "auto") -> tuple[str, ModuleType, dict[str, str]]:
@@ -213,5 +235,6 @@ def _own_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, copy=True, memory_format=torch.contiguous_format)
 
 
-def _num_sms(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 on a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
