@@ -107,9 +107,10 @@ class Fault:
     status: str = "failed"
 
 
+WAIT = "mbarrier.wait(v_bars.index(i_slot), phase)"
 FAULTS = {
-    "no wait": Fault(PAGED, (Edit("mbarrier.wait(k_bars.index(i_slot), phase)", "pass"),), "a read of shared memory that a copy in flight is still to write"),
-    "a wait for the phase before": Fault(PAGED, (Edit("v_bars.index(i_slot), phase)", "v_bars.index(i_slot), phase ^ 1)"),), "in flight is still to write"),
+    "no wait": Fault(PAGED, (Edit(WAIT, "pass"),), "a read of shared memory that a copy in flight is still to write"),
+    "a wait for the phase before": Fault(PAGED, (Edit(WAIT, WAIT.replace("phase", "phase ^ 1")),), "a copy in flight is still to write"),
     "no meeting": Fault(PAGED, (Edit(" " * 20 + "program_barrier()", " " * 20 + "pass"),), "was read since the last program_barrier"),
     "a slot still to be read": Fault(PAGED, (Edit("gl.where(i_slot == 0, STAGES - 1, i_slot - 1)", "i_slot"),), "a copy in flight is still to write"),
     "twice the bytes": Fault(PAGED, (Edit("block_type.shape[3] * 2", "block_type.shape[3] * 4"),), "would hang"),
