@@ -45,7 +45,7 @@ def case_lines(rows: Sequence[DecodeRow], roof_gbps: float | None) -> list[str]:
     lines = []
     for l2 in dict.fromkeys(row.l2 for row in rows):
         here = [row for row in rows if row.l2 == l2]
-        parts = [f"{here[0].case:<36} {l2 or '':<4}", _measured(here[0], roof_gbps), *(_against(row, here[0].time_us) for row in here[1:])]
+        parts = [f"{here[0].case:<36} {l2 or '':<4}", _measured(here[0], roof_gbps), *(_against(row, here[0]) for row in here[1:])]
         lines.append(" | ".join(parts))
     return lines
 
@@ -61,8 +61,8 @@ def summary_lines(rows: Sequence[DecodeRow], read_gbps: float | None, roof_gbps:
     backend = masked[0]
     lines += _compared(rows, "masked against unmasked", masked, (backend, False, 0))
     lines += _compared(rows, "masked again against masked (noise)", (backend, True, 1), masked)
-    for name in dict.fromkeys(row.backend for row in rows if row.mask_unowned_kv is None):
-        lines += _compared(rows, f"masked against {name}", masked, (name, None, 0))
+    for name, flag in dict.fromkeys((row.backend, row.mask_unowned_kv) for row in rows if row.backend != backend or row.mask_unowned_kv is None):
+        lines += _compared(rows, f"masked against {name}", masked, (name, flag, 0))
     return lines
 
 
@@ -87,8 +87,9 @@ def _measured(row: DecodeRow, roof_gbps: float | None) -> str:
     return f"{text} {row.config or ''}".rstrip()
 
 
-def _against(row: DecodeRow, base_us: float | None) -> str:
-    name = row.backend if row.mask_unowned_kv is None else ("again" if row.repeat else "unmasked")
+def _against(row: DecodeRow, base: DecodeRow) -> str:
+    ours, base_us = row.backend == base.backend and row.mask_unowned_kv is not None, base.time_us
+    name = ("again" if row.repeat else "unmasked") if ours else row.backend
     if row.time_us is None:
         return f"{name} not measured: {row.note}"
     change = f" ({row.time_us / base_us - 1:+.1%})" if base_us is not None else ""

@@ -4,7 +4,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ class Environment:
     commit: str | None
     torch: str
     triton: str
+    device_id: str | None = None  # of one GPU: those of one name differ in the rate of their memory
 
 
 @dataclass
 class DecodeRow:
-    """One variant of one decode case. `roof_gbps` is the best read rate seen in the whole run, so it is set when the run ends."""
+    """One variant of one decode case. `roof_gbps` is the best read rate seen in the run so far: a run's roof is the largest of its rows."""
 
     case: str
     batch: int
@@ -44,6 +45,7 @@ class DecodeRow:
     config: str | None = None  # the plan's tuning
     page_order: str = "shuffled"  # how the page table names pages; in_order: neighbours, as in a fresh pool
     note: str | None = None  # why a time is missing
+    run: str | None = None  # rows of one name were measured to be read together, maybe by several commands
 
     @property
     def gbps(self) -> float | None:
@@ -53,7 +55,12 @@ class DecodeRow:
 def environment(device: torch.device, commit: str | None = None) -> Environment:
     """Of this process. `commit` defaults to the checkout's, with "-dirty" where files differ from it; None outside a checkout."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
-    return Environment(name, commit or git_commit(), torch.__version__, triton.__version__)
+    return Environment(name, commit or git_commit(), torch.__version__, triton.__version__, _device_id(device))
+
+
+def _device_id(device: torch.device) -> str | None:
+    """The beginning of a GPU's UUID, enough to tell those of one name apart; None where there is none to ask."""
+    return str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")[:8] if device.type == "cuda" else None
 
 
 def append_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -61,6 +68,35 @@ def append_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def read_decode_rows(path: Path) -> list[tuple[DecodeRow, Environment]]:
+    """What `bench decode` wrote, by any version of it. Raises ConfigError for a file that cannot be read or a line that is no such row."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"file {path} cannot be read: {error}; name a file that bench decode --out wrote") from error
+    return [_read_row(line, f"{path} line {i}") for i, line in enumerate(lines, 1)]
+
+
+def _read_row(line: str, where: str) -> tuple[DecodeRow, Environment]:
+    try:
+        found = json.loads(line)
+        row, env = ({f.name: found[f.name] for f in fields(kind) if f.name in found} for kind in (DecodeRow, Environment))
+        return DecodeRow(**row), Environment(**env)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{where} is no row of bench decode: {error}; take the line out, or name another file") from error
+
+
+def measured_cases(path: Path, run: str, env: Environment) -> frozenset[tuple[str, str | None]]:
+    """The cases of a run that a file has, each with its L2 state. Raises ConfigError where they are of another commit or kind of device."""
+    found = [(row, known) for row, known in read_decode_rows(path) if row.run == run]
+    for _, known in found:
+        if (known.device, known.commit) != (env.device, env.commit):
+            raise ConfigError(
+                f"run {run!r} in {path} is of commit {known.commit} on {known.device}, this is {env.commit} on {env.device}; give --run another name"
+            )
+    return frozenset((row.case, row.l2) for row, _ in found)
 
 
 def check_writable(path: Path) -> None:

@@ -47,15 +47,14 @@ class BenchPool:
 
     def __init__(self, shapes: Sequence[DecodeShape], device: torch.device, *, l2_bytes: int = 0, seed: int = 0, page_order: PageOrder = "shuffled") -> None:
         self.device, self.l2_bytes, self.seed, self.page_order = device, l2_bytes, seed, page_order
-        num_bytes = max(self._pages_needed(shape) * page_layout(shape).page_bytes for shape in shapes)
-        self.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.buffer = torch.empty(pool_bytes(shapes, l2_bytes), dtype=torch.uint8, device=device)
         self._rand = torch.Generator(device).manual_seed(seed)
         self._layout: PageLayout | None = None
         self._kv: PagedKV | None = None
 
     def workload(self, shape: DecodeShape, *, cold: bool = False) -> Workload:
         kv = self._cache(shape)
-        copies = self._cold_copies(shape) if cold else 1
+        copies = cold_copies(shape, self.l2_bytes) if cold else 1
         lengths = shape.lengths(self.seed)
         lanes = torch.arange(shape.lanes, device=self.device)
         pages = torch.arange(1, kv.num_pages, device=self.device)
@@ -90,13 +89,16 @@ class BenchPool:
         for part in rows.split(scratch.numel()):
             part.copy_(scratch[: part.numel()].normal_(generator=self._rand))
 
-    def _pages_needed(self, shape: DecodeShape) -> int:
-        copies = self._cold_copies(shape)
-        return 1 + copies * shape.batch * shape.lanes
 
-    def _cold_copies(self, shape: DecodeShape) -> int:
-        call_bytes = shape.batch * (shape.ctx - 255) * kv_row_bytes(shape.spec())
-        return max(1, math.ceil(COLD_L2_MULTIPLE * self.l2_bytes / call_bytes))
+def pool_bytes(shapes: Sequence[DecodeShape], l2_bytes: int) -> int:
+    """Of one allocation that each of the shapes fits into."""
+    return max((1 + cold_copies(shape, l2_bytes) * shape.batch * shape.lanes) * page_layout(shape).page_bytes for shape in shapes)
+
+
+def cold_copies(shape: DecodeShape, l2_bytes: int) -> int:
+    """Tables that a cold run goes through."""
+    call_bytes = shape.batch * (shape.ctx - 255) * kv_row_bytes(shape.spec())
+    return max(1, math.ceil(COLD_L2_MULTIPLE * l2_bytes / call_bytes))
 
 
 def page_layout(shape: DecodeShape) -> PageLayout:

@@ -4,6 +4,7 @@ import typer
 
 from atoll.cli.base import AtollGroup
 from atoll.cli.bench import bench_app
+from atoll.cli.bench_decode_report import bench_decode_report
 from atoll.cli.bench_offload import bench_offload
 from atoll.cli.bench_serve import bench_ab, bench_serve
 from atoll.cli.eval import eval_app
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(generate)
 app.add_typer(probe_app, name="probe")
+bench_app.command("decode-report")(bench_decode_report)
 bench_app.command("offload")(bench_offload)
 bench_app.command("serve")(bench_serve)
 bench_app.command("ab")(bench_ab)

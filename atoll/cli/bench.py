@@ -1,5 +1,6 @@
 """`atoll bench`: measured speed of decode attention, of a model's decode steps, of checkpoints and the guard, and of the whole engine."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,7 +23,10 @@ def bench_decode(
     shapes: Annotated[Literal["quick", "full"], typer.Option(help="28 shapes that tell most, or all 513.")] = "quick",
     name_filter: Annotated[str, typer.Option("--filter", help="Only cases whose name contains this, as in 35b-tp1/bf16/p16/q1/16x1024.")] = "",
     limit: Annotated[int | None, typer.Option(help="At most so many cases.", min=1, show_default=False)] = None,
-    backend: Annotated[str, typer.Option(help="auto, gluon_sm90, triton, reference.")] = "auto",
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(help="auto, gluon_sm90, triton, reference, or a peer such as flashinfer_xqa; again: timed beside the first.", show_default="auto"),
+    ] = None,
     adapter: Annotated[list[str] | None, typer.Option(help="Another kernel to time beside: a shipped name or module:function.", show_default=False)] = None,
     l2: Annotated[Literal["warm", "cold", "both"], typer.Option(help="State of the L2 cache before a call.")] = "warm",
     page_order: Annotated[Literal["shuffled", "in_order"], typer.Option(help="Pages as in a pool in long use, or as in a fresh one.")] = "shuffled",
@@ -31,6 +35,9 @@ def bench_decode(
     rounds: Annotated[int, typer.Option(help="Samples per variant; the median counts.", min=1)] = 7,
     jobs: Annotated[int | None, typer.Option(help="Processes that compile kernels.", min=1, show_default="one per core, 16 at most")] = None,
     budget_s: Annotated[float | None, typer.Option(help="Begin no case after so many seconds.", min=0, show_default=False)] = None,
+    run: Annotated[
+        str | None, typer.Option(help="Name of the run; the cases that --out has of it are left out, so the same command goes on.", show_default=False)
+    ] = None,
     tune: Annotated[bool, typer.Option("--tune", help="Sweep the kernel's tuning instead.")] = False,
     seed: Annotated[int, typer.Option(help="Of lengths, pages and values.", min=0, max=MAX_SEED)] = 0,
     device: Annotated[str, typer.Option(help="auto, cuda, cuda:1; cpu only tries the command out.")] = "auto",
@@ -38,22 +45,31 @@ def bench_decode(
     commit: Annotated[str | None, typer.Option(help="Commit to note in rows.", show_default="the checkout's")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON lines on stdout instead of a table.")] = False,
 ) -> None:
-    """Time decode attention: masked against unmasked against others, each case checked first."""
+    """Time decode attention: masked against unmasked against others, each case checked first. Rows go to --out case by case."""
     target = torch_device(device)
     if target.type != "cuda" and device == "auto":
         fail("bench decode needs a GPU, and torch finds none; pass --device cpu to try the command with the reference backend")
+    from dataclasses import asdict
+
     from atoll.bench.decode import DecodeBenchOptions, run_decode
-    from atoll.bench.rows import check_writable
+    from atoll.bench.rows import DecodeRow, check_writable, environment, measured_cases
+    from atoll.ops.attention import BACKENDS
     from atoll.probe.adapters import get_adapter
 
+    if run is not None and out is None:
+        fail(f"--run {run} has no file to go on from; give --out too")
     if out is not None:
         check_writable(out)
+    env = environment(target, commit)
+    ours = [name for name in backend or () if name == "auto" or name in BACKENDS] or ["auto"]
+    others = [name for name in backend or () if name not in ours]
     options = DecodeBenchOptions(
         shapes=shapes,
         name_filter=name_filter,
         limit=limit,
-        backend=backend,
-        adapters={name: get_adapter(name) for name in adapter or ()},
+        backend=ours[0],
+        beside=tuple(ours[1:]),
+        adapters={name: get_adapter(name) for name in [*others, *(adapter or ())]},
         l2=("warm", "cold") if l2 == "both" else (l2,),
         page_order=page_order,
         unmasked=unmasked,
@@ -63,47 +79,49 @@ def bench_decode(
         budget_s=budget_s,
         seed=seed,
         device=target,
+        run=run,
+        measured=measured_cases(out, run, env) if out is not None and run is not None else frozenset(),
     )
+
+    def keep(rows: list[DecodeRow]) -> None:
+        # At once: a later case may end the process.
+        emit_rows([asdict(row) | asdict(env) for row in rows], out, as_json=as_json)
+
     if tune:
-        _tune(options, out, commit, as_json=as_json)
+        _tune(options, keep, as_json=as_json)
         return
     from atoll.bench.report import case_lines
 
-    report = run_decode(options, on_case=lambda rows: None if as_json else typer.echo("\n".join(case_lines(rows, None))))
-    _finish(report, options, out, commit, as_json=as_json)
+    def on_case(rows: list[DecodeRow]) -> None:
+        keep(rows)
+        if not as_json:
+            typer.echo("\n".join(case_lines(rows, None)))
+
+    _finish(run_decode(options, on_case), as_json=as_json)
 
 
-def _finish(report: "DecodeReport", options: "DecodeBenchOptions", out: Path | None, commit: str | None, *, as_json: bool) -> None:
+def _finish(report: "DecodeReport", *, as_json: bool) -> None:
     from atoll.bench.report import summary_lines
 
-    _keep(report.rows, options, out, commit, as_json=as_json)
     for line in summary_lines(report.rows, report.read_gbps, report.roof_gbps):
         typer.echo(line, err=as_json)
     if report.num_left_out:
-        typer.echo(f"{report.num_left_out} cases were left out (time budget, or interrupted)", err=True)
+        typer.echo(f"{report.num_left_out} cases were left out (time budget, or interrupted); with --run the same command goes on with them", err=True)
     for failure in report.gate_failures:
         typer.echo(f"gate failed: {failure}", err=True)
     if report.interrupted:
         raise typer.Exit(EXIT_INTERRUPT)
+    if report.lost is not None:
+        fail(f"{report.lost}; leave it out, or go on behind that case with --run")
     if report.gate_failures:
         raise typer.Exit(EXIT_FOUND)
 
 
-def _tune(options: "DecodeBenchOptions", out: Path | None, commit: str | None, *, as_json: bool) -> None:
+def _tune(options: "DecodeBenchOptions", keep: "Callable[[list[DecodeRow]], None]", *, as_json: bool) -> None:
     from atoll.bench.tune import run_tune
 
     all_tuned = run_tune(options, on_case=lambda tuned: None if as_json else typer.echo(tuned.line()))
-    rows = [row for tuned in all_tuned for row in tuned.rows(options.backend, options.seed)]
-    _keep(rows, options, out, commit, as_json=as_json)
-
-
-def _keep(rows: "list[DecodeRow]", options: "DecodeBenchOptions", out: Path | None, commit: str | None, *, as_json: bool) -> None:
-    from dataclasses import asdict
-
-    from atoll.bench.rows import environment
-
-    env = environment(options.device, commit)
-    emit_rows([asdict(row) | asdict(env) for row in rows], out, as_json=as_json)
+    keep([row for tuned in all_tuned for row in tuned.rows(options.backend, options.seed)])
 
 
 def emit_rows(found: list[dict[str, Any]], out: Path | None, *, as_json: bool) -> None:
@@ -163,11 +181,14 @@ def bench_model(
     shape: Annotated[str, typer.Option(help="qwen3.5-35b-a3b, or tiny to try the command out.")] = "qwen3.5-35b-a3b",
     batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,16,64,256",
     context: Annotated[str, typer.Option(help="Tokens of each sequence, comma-separated; cases that do not fit in memory are left out.")] = "1024",
-    kv_format: Annotated[str, typer.Option(help="bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "bf16",
+    kv_format: Annotated[str, typer.Option(help="Comma-separated: bf16, fp16, fp32, fp8_tensor, fp8_token.")] = "bf16",
     page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
     replays: Annotated[int, typer.Option(help="Measured steps; the median counts.", min=1)] = 30,
     profile: Annotated[bool, typer.Option("--profile", help="Also say which kernels a step's time goes to.")] = False,
-    backend: Annotated[str, typer.Option(help="Attention: auto, gluon_sm90, triton, reference.")] = "auto",
+    attention_backend: Annotated[
+        list[str] | None,
+        typer.Option("--attention-backend", "--backend", help="auto, gluon_sm90, triton, reference; again: takes turns with the first.", show_default="auto"),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of weights, tokens, keys, values and states.", min=0, max=MAX_SEED)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
@@ -175,9 +196,11 @@ def bench_model(
     commit: Annotated[str | None, typer.Option(help="Commit to note in rows.", show_default="the checkout's")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON lines on stdout instead of a table.")] = False,
 ) -> None:
-    """Time a model's decode steps with random weights, sequences already computed up to the context."""
+    """Time a model's decode steps with random weights, sequences already computed up to the context, one or several attention backends in turn."""
     batches, contexts = split_numbers("--batch", batch), split_numbers("--context", context)
-    make_engine_config({"device": device, "dtype": dtype, "kv_format": kv_format, "page_size": page_size})
+    kv_formats = tuple("bf16" if name == "auto" else name for name in split_names(kv_format))
+    for name in kv_formats:
+        make_engine_config({"device": device, "dtype": dtype, "kv_format": name, "page_size": page_size})
     target = torch_device(device)
     if target.type != "cuda" and shape != "tiny":
         fail(f"bench model needs a GPU for the shape {shape!r}, this is {target}; pass --shape tiny to try the command out")
@@ -190,8 +213,8 @@ def bench_model(
     if out is not None:
         check_writable(out)
     env = environment(target, commit)
-    kv_format = "bf16" if kv_format == "auto" else kv_format
-    options = ModelBenchOptions(shape, batches, contexts, kv_format, page_size, replays, profile, target, choose_dtype(dtype), backend, seed)
+    backends = tuple(attention_backend or ["auto"])
+    options = ModelBenchOptions(shape, batches, contexts, kv_formats, page_size, replays, profile, target, choose_dtype(dtype), backends, seed)
 
     def keep(row: ModelRow) -> None:
         # At once: a later case may run out of memory.

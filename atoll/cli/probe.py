@@ -45,7 +45,7 @@ def probe_kernels(
     """Fill every place that no sequence owns with hostile bytes; not one bit of the output may change.
 
     Exits with 0 when all cases are clean, 1 when one leaks, answers wrongly, fails or swallows a NaN that a sequence owns, 2 when nothing could be run.
-    With TRITON_INTERPRET=1 in the environment, Triton kernels run on a CPU.
+    With TRITON_INTERPRET=1 in the environment, Triton kernels run on a CPU, and so does gluon_sm90.
     """
     if (backend is None) == (adapter is None):
         fail("give one of --backend (gluon_sm90, triton, reference) and --adapter (leaky_control, flashinfer_xqa, ..., or module:function)")

@@ -10,7 +10,7 @@ import torch
 
 from atoll.errors import BackendError
 from atoll.ops.attention import flashinfer_tensor_cores, flashinfer_xqa
-from atoll.ops.attention.flashinfer_base import cache_refusal, import_flashinfer, make_workspace
+from atoll.ops.attention.flashinfer_base import cache_refusal, import_flashinfer, make_workspace, shared_workspace
 from atoll.ops.attention.flashinfer_tensor_cores import make_wrapper, plan_wrapper, run_wrapper, tensor_scales
 from atoll.ops.attention.flashinfer_xqa import run_xqa
 from atoll.probe.adapters import Result, Run
@@ -28,7 +28,8 @@ def xqa(problem: DecodeProblem) -> Run:
     k_scale, v_scale = tensor_scales(problem.kv)
     out = torch.empty_like(problem.q)
     tokens = (problem.q.shape[0] * spec.query_len, spec.num_q_heads, spec.head_dim)
-    workspace = make_workspace(problem.device)
+    # One for all problems: calls over many tables, as a cold run's, would else hold one each.
+    workspace = shared_workspace(problem.device, "xqa")
     table = problem.safe_page_table()
     lens = problem.seq_lens.to(problem.device).to(torch.uint32)
     mask = _draft_mask(problem) if spec.query_len > 1 else None

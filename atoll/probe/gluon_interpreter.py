@@ -12,7 +12,6 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
-from unittest import mock
 
 import numpy as np
 import torch
@@ -38,8 +37,16 @@ def gluon_interpreted(order: Order = 0) -> Iterator[None]:
     def run(kernel: GluonJITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         launch(kernel, grid, args, kwargs, order)
 
-    with mock.patch.object(GluonJITFunction, "run", run), mock.patch.object(gluon_decode_sm90, "runs_on", lambda device: device.type == "cpu"):
+    originals = GluonJITFunction.run, gluon_decode_sm90.runs_on
+    GluonJITFunction.run, gluon_decode_sm90.runs_on = run, _is_cpu
+    try:
         yield
+    finally:
+        GluonJITFunction.run, gluon_decode_sm90.runs_on = originals
+
+
+def _is_cpu(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 def launch(kernel: GluonJITFunction, grid: Any, args: Sequence[Any], kwargs: dict[str, Any], order: Order = 0) -> None:

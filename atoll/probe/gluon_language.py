@@ -21,7 +21,7 @@ from atoll.probe.watch import watch
 
 
 class Namespace:
-    """Names of a module, and an error for any other."""
+    """Names of a module, and an error for any other; without names, a stand-in for what is not known at all."""
 
     def __init__(self, name: str, members: dict[str, Any]) -> None:
         self.__dict__.update(members, _name=name)
@@ -30,6 +30,9 @@ class Namespace:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         raise NotInterpretedError(f"{self._name}.{attribute} is not interpreted")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotInterpretedError(f"{self._name} is not interpreted")
 
 
 class Program:

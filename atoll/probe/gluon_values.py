@@ -1,6 +1,6 @@
 """Scalars and tensors of an interpreted Gluon kernel: NumPy arrays with Triton's dtypes, promotion and arithmetic.
 
-Only a layout's place is modelled: a value remembers the one that it was given, since inline assembly packs neighbours by it.
+Layouts mean nothing here but to inline assembly, which packs neighbours: a value remembers the one that it was given.
 """
 
 import functools

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from atoll.ops.attention.gluon_kernel_sm90 import _widen_halves, _widen_pairs, program_barrier
 
@@ -133,3 +133,8 @@ def walk_kernel(out_ptr, num):
 @gluon.jit
 def unknown_kernel(x_ptr):
     gl.histogram(gl.load(x_ptr + gl.arange(0, 8)), 4)
+
+
+@gluon.jit
+def unknown_function_kernel(x_ptr):
+    warpgroup_mma_wait(0)

@@ -140,6 +140,8 @@ def test_ptx_that_is_not_known_is_named(text: str, named: str) -> None:
 def test_an_operation_that_is_not_known_is_named() -> None:
     with pytest.raises(NotInterpretedError, match=r"gl\.histogram"):
         launch(gluon_kernels.unknown_kernel, torch.zeros(8, dtype=torch.int32))
+    with pytest.raises(NotInterpretedError, match="warpgroup_mma_wait"):
+        launch(gluon_kernels.unknown_function_kernel, torch.zeros(8, dtype=torch.int32))
     with pytest.raises(NotInterpretedError, match=r"tensor\.cumsum"):
         as_value(1).cumsum(0)
 

@@ -241,7 +241,7 @@ def test_run_on_a_gpu_tells_warm_from_cold(device: torch.device) -> None:
     assert [r.l2 for r in report.rows] == ["warm"] * 3 + ["cold"] * 3
     assert all(r.time_us is not None for r in report.rows)
     assert report.read_gbps is not None
-    assert {r.roof_gbps for r in report.rows} == {report.roof_gbps}
+    assert max(r.roof_gbps or 0 for r in report.rows) == report.roof_gbps
 
 
 @pytest.mark.gpu
@@ -273,7 +273,7 @@ def test_folder_as_output_is_refused_before_the_run(tmp_path: Path) -> None:
 def test_environment_names_device_and_versions() -> None:
     env = environment(CPU, commit="abc")
     assert env.device.startswith("cpu")
-    assert (env.commit, env.torch) == ("abc", torch.__version__)
+    assert (env.commit, env.torch, env.device_id) == ("abc", torch.__version__, None)
 
 
 def test_comparison_of_masked_with_unmasked() -> None:

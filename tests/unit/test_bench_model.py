@@ -1,6 +1,7 @@
 """The model benchmark: the shape is the published one, the step is a real one over finite pools, what does not fit says so, and kernels are added up."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from atoll.bench.kernel_times import KernelTime, merge_variants, profile_kernels
 from atoll.bench.model import ModelBenchOptions, ModelRow, make_step, row_lines, run_model
 from atoll.cli import app
 from atoll.engine.build import make_slot_layout
-from atoll.errors import ConfigError
+from atoll.errors import BackendError, ConfigError
 from atoll.kv.layout import PageLayout
 from atoll.kv.pool import PagePool
 from atoll.kv.slots import SlotPool
@@ -52,7 +53,45 @@ def test_the_command_writes_a_row_for_each_case(kv_format: str, tmp_path: Path) 
         assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["step_us"] * 1e6)
         assert (row["shape"], row["commit"], row["replays"], row["graph"], row["device_us"], row["kernels"]) == ("tiny", "abc", 2, False, None, None)
         assert row["device"].startswith("cpu") and row["torch"] == torch.__version__ and row["triton"]
-    assert "tiny batch   3 context     40:" in result.stdout and "tokens/s" in result.stdout
+        assert row["attention_backend"] == "reference" and row["speedup"] is None
+    assert f"tiny {kv_format} batch   3 context     40, reference:" in result.stdout and "tokens/s" in result.stdout
+
+
+def test_backends_take_turns_in_each_case_and_are_compared(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    backends = ("--attention-backend", "reference", "--backend", "leaky")
+    arguments = ("--batch", "2", "--context", "10,40", "--kv-format", "bf16,fp8_tensor", "--replays", "3", "--out", str(path))
+    result = invoke("--shape", "tiny", *backends, *arguments)
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    cases = [(kv_format, context) for kv_format in ("bf16", "fp8_tensor") for context in (10, 40)]
+    assert [(row["kv_format"], row["context"], row["attention_backend"]) for row in rows] == [(*case, b) for case in cases for b in ("reference", "leaky")]
+    for first, second in zip(rows[::2], rows[1::2], strict=True):
+        assert first["speedup"] is None
+        assert second["speedup"] == pytest.approx(second["tokens_per_s"] / first["tokens_per_s"])
+    assert result.stdout.count(" times the first") == 4
+
+
+def test_samples_of_several_are_taken_in_turns() -> None:
+    order: list[str] = []
+    samples = [lambda name=name: float(len(order.append(name) or order)) for name in "ab"]  # type: ignore[misc,func-returns-value]
+    assert bench._in_turns(samples, 3) == [[1.0, 4.0, 5.0], [2.0, 3.0, 6.0]]
+    assert order == [*"ab", *"ba", *"ab"]
+    assert bench._in_turns([], 3) == []
+
+
+def test_a_backend_that_refuses_is_told_before_weights_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "make_model", lambda *arguments: pytest.fail("weights were made"))
+    with pytest.raises(BackendError, match="gluon_sm90: device cpu is not an NVIDIA GPU"):
+        run_model(ModelBenchOptions("tiny", (1,), attention_backends=("reference", "gluon_sm90")))
+
+
+def test_rows_of_earlier_versions_are_read() -> None:
+    path = Path(__file__).resolve().parents[2] / "bench" / "results" / "model-h200.jsonl"
+    known = {one.name for one in fields(ModelRow)}
+    for line in path.read_text().splitlines():
+        row = ModelRow(**{key: value for key, value in json.loads(line).items() if key in known})
+        assert row.tokens_per_s is not None or row.note
 
 
 def test_a_profile_adds_up_to_the_whole() -> None:
@@ -99,7 +138,7 @@ def test_a_case_that_does_not_fit_is_a_row_with_a_note(monkeypatch: pytest.Monke
     rows = run_model(ModelBenchOptions("tiny", (1, 2000), (4096,), replays=1, dtype=torch.float32))
     assert rows[0].step_us is not None and rows[1].step_us is None and rows[1].tokens_per_s is None
     assert rows[1].note is not None and rows[1].note.endswith("GB beside the weights, 4.3 are free")
-    assert row_lines(rows[1]) == [f"tiny batch 2000 context   4096: {rows[1].note}"]
+    assert row_lines(rows[1]) == [f"tiny bf16 batch 2000 context   4096, auto: {rows[1].note}"]
     monkeypatch.setattr(bench, "_free_bytes", lambda device: 1000)
     with pytest.raises(ConfigError, match=r"tiny has 0\.0 GB of weights, 0\.0 GB are free on cpu; use the shape 'tiny'"):
         run_model(ModelBenchOptions("tiny", (1,)))
@@ -108,10 +147,10 @@ def test_a_case_that_does_not_fit_is_a_row_with_a_note(monkeypatch: pytest.Monke
 def test_a_case_that_runs_out_of_memory_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     measure = bench._measure
 
-    def measure_small(row: ModelRow, *others: Any) -> None:
-        if row.batch > 1:
+    def measure_small(rows: list[ModelRow], *others: Any) -> None:
+        if rows[0].batch > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")
-        measure(row, *others)
+        measure(rows, *others)
 
     monkeypatch.setattr(bench, "_measure", measure_small)
     rows = run_model(ModelBenchOptions("tiny", (2, 1), (10,), replays=1, dtype=torch.float32))

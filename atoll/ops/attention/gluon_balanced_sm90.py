@@ -178,6 +178,7 @@ def decode_balanced_kernel(
     # Each warp holds all sequences, so that no sum over them crosses warps.
     batch_layout: gl.constexpr = gl.BlockedLayout([BATCH // 32], [32], [NUM_WARPS], [0])
     i_p = gl.program_id(0)
+    k_smem, v_smem, k_bars, v_bars = _make_ring(k_desc, v_desc, TILE, W, STAGES)
     if PDL:
         i_p = _dependent_launch(i_p)
 
@@ -202,7 +203,6 @@ def decode_balanced_kernel(
         i_pair = i_b * num_heads + (here - pair_lo) // num_tiles
         pair_lo += (here - pair_lo) // num_tiles * num_tiles
 
-        k_smem, v_smem, k_bars, v_bars = _make_ring(k_desc, v_desc, TILE, W, STAGES)
         i_slot = 0
         phase = 0
         table_ptr = page_table_ptr + i_b.to(gl.int64) * stride_table_b

@@ -104,13 +104,19 @@ def _wide_config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
 
 
 def candidates(spec: DecodeSpec, shape: BatchShape) -> list[DecodeConfig]:
-    """Tunings that may beat `config`'s at a batch shape, for `bench decode --tune`: other splits, and one balanced launch."""
+    """Tunings that may beat `config`'s at a batch shape, for `bench decode --tune`: other splits, one balanced launch, and each also in small tiles."""
     base = config(spec, shape)
-    tiles = max(1, shape.batch * spec.num_kv_heads) * triton_decode.max_tiles(spec, shape, base.tile)
-    slots = [int(shape.num_sms * waves) for waves in (0.25, 0.5, 1, 2)]
-    split = {triton_decode.choose_num_splits(spec, shape, base.tile, n) for n in slots}
-    balanced = {min(n, tiles) for n in slots} if can_balance(spec, shape.batch) else set()
-    return [replace(base, num_splits=n) for n in sorted(split)] + [replace(base, num_splits=1, num_programs=n) for n in sorted(balanced)]
+    # Half a tile starts sooner, and two warps of one are half as long at their meetings.
+    small = [replace(base, tile=32, num_warps=2, num_stages=4)] if block_rows(spec) == 8 and not spec.batch_invariant else []
+    found = []
+    for usual in (base, *small):
+        tiles = max(1, shape.batch * spec.num_kv_heads * row_blocks(spec)) * triton_decode.max_tiles(spec, shape, usual.tile)
+        slots = [int(shape.num_sms * waves) for waves in (0.25, 0.5, 1, 2, *((4,) if usual.tile < 64 else ()))]
+        splits = {triton_decode.choose_num_splits(spec, shape, usual.tile, n) for n in slots}
+        programs = {min(n, tiles) for n in slots} if can_balance(spec, shape.batch) else set()
+        found += [replace(usual, num_splits=n) for n in sorted(splits)]
+        found += [replace(usual, num_splits=1, num_programs=n) for n in sorted(programs)]
+    return found
 
 
 def can_balance(spec: DecodeSpec, batch: int) -> bool:

@@ -5,7 +5,8 @@ read as 16-bit pairs: a K fragment then holds neighbouring d of one token, so th
 transposed, holds two d of two tokens, which one byte permute turns into pairs of tokens. Tiles that every query row sees in full carry no mask; the others
 are peeled.
 
-Lines that end in `# owned: name` are the promise; tests/ops/test_mutation.py takes each out, on a GPU, since Gluon has no interpreter.
+Lines that end in `# owned: name` are the promise; tests/ops/test_mutation.py takes each out, on a GPU and in our interpreter of Gluon
+(atoll/probe/gluon_interpreter.py).
 """
 
 from triton.experimental import gluon
@@ -523,6 +524,7 @@ def decode_tma_kernel(
     first_m = gl.program_id(0) % ROW_BLOCKS * M
     i_b = gl.program_id(1)
     i_s = gl.program_id(2)
+    k_smem, v_smem, k_bars, v_bars = _make_ring(k_desc, v_desc, TILE, W, STAGES)
     if PDL:
         # Every byte read below was written by an earlier kernel of this stream; wait for it, then let combine be set up while this one runs.
         i_s = _dependent_launch(i_s)
@@ -539,7 +541,6 @@ def decode_tma_kernel(
         tile_lo = first_tile + i_s * per_split
         tile_hi = gl.minimum(tile_lo + per_split, last_tile)
 
-        k_smem, v_smem, k_bars, v_bars = _make_ring(k_desc, v_desc, TILE, W, STAGES)
         table_ptr = page_table_ptr + i_b.to(gl.int64) * stride_table_b
         i_slot = 0
         phase = 0
