@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from atoll.errors import SpecError
 from atoll.ops.attention.gather import check_pages, gather_rows
@@ -114,7 +113,9 @@ def _torch_attention(
     if on_cpu or window is not None:
         mask = step.mask(window, q.device)
     elif q.shape[1] > 1:
-        # Not a dense mask, which would shut out the flash kernels.
+        # Not a dense mask, which would shut out the flash kernels. Imported only here: it brings the whole of torch.compile, seconds of any start on a CPU.
+        from torch.nn.attention.bias import causal_lower_right
+
         mask = causal_lower_right(q.shape[1], k.shape[1])
     if not on_cpu and window is not None:
         # The GPU kernel that takes a dense mask wants one KV head per query head.
