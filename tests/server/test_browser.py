@@ -2,14 +2,16 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from atoll.engine.output import StreamPiece
+from atoll.engine.scheduler import Scheduler
 from tests.server.browser import CHROMIUM, DRIVER, END, ENTER, ESCAPE, RIGHT, Browser, chromium
 from tests.server.running import Running, running_server
 
@@ -45,17 +47,27 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
+@dataclass
+class Pace:
+    """The engine rests while this holds, and answers who asks after its pool: what is there to be seen stays until a browser, however slow, has seen it."""
+
+    rests: Callable[[Scheduler], bool] = lambda _: False
+
+
 @contextmanager
-def slow_server() -> Iterator[Running]:
+def slow_server() -> Iterator[tuple[Running, Pace]]:
     with running_server() as server:
-        step = server.engine.step
+        step, pace = server.engine.step, Pace()
 
         def slow_step() -> list[StreamPiece]:
             time.sleep(SLOW_STEP_S)
-            return step()
+            return [] if pace.rests(server.engine.scheduler) else step()
 
         server.engine.step = slow_step  # type: ignore[method-assign]
-        yield server
+        try:
+            yield server, pace
+        finally:
+            pace.rests = lambda _: False
 
 
 def open_page(browser: Browser, server: Running) -> None:
@@ -79,7 +91,7 @@ def ask(browser: Browser, question: str) -> None:
 def test_an_answer_and_its_pages(browser: Browser) -> None:
     # Past the 64 tokens at which a state is kept.
     question = " ".join(QUESTIONS)
-    with slow_server() as server:
+    with slow_server() as (server, _):
         open_page(browser, server)
         assert browser.text("#model") == "demo"
         assert set(browser.run("return window.painted()")) == {"null", "free"}
@@ -106,7 +118,8 @@ def test_an_answer_and_its_pages(browser: Browser) -> None:
 
 
 def test_stop_and_clear(browser: Browser) -> None:
-    with slow_server() as server:
+    with slow_server() as (server, pace):
+        pace.rests = lambda scheduler: any(len(request.output_token_ids) > 8 for request in scheduler.running)
         open_page(browser, server)
         for stop in (lambda: browser.click("#stop"), lambda: browser.type("#prompt", ESCAPE)):
             ask(browser, QUESTIONS[0])
@@ -166,23 +179,33 @@ def brightness(browser: Browser) -> float:
 
 def test_a_picture_with_several_clients(browser: Browser, request: pytest.FixtureRequest) -> None:
     """Kept where --page-screenshot says."""
-    with slow_server() as server, ThreadPoolExecutor(6) as clients:
+    with ThreadPoolExecutor(6) as clients, slow_server() as (server, pace):
         browser.prefer("light")
         open_page(browser, server)
         assert brightness(browser) > 200
         ask(browser, QUESTIONS[0])
         browser.wait(lambda: browser.run(NUM_ANSWERED) == 1, "the first answer")
+        pace.rests = lambda scheduler: len(scheduler.running) + len(scheduler.waiting) < 6 or len(scheduler.running) == 6
         others = [clients.submit(server.complete, [40 + i] * (30 * i), max_tokens=90, ignore_eos=True, temperature=1, seed=i) for i in range(1, 7)]
         browser.wait(lambda: browser.text("#num-running") == "6", "the other clients")
+        decode = server.link.tokenizer.decode
+
+        def is_nearly_answered(scheduler: Scheduler) -> bool:
+            """Of the last that came, the question, while the other six run."""
+            return len(scheduler.running) == 7 and "####" in decode(scheduler.running[-1].output_token_ids)
+
+        pace.rests = lambda scheduler: len(scheduler.running) + len(scheduler.waiting) < 7 or is_nearly_answered(scheduler)
         ask(browser, QUESTIONS[1])
-        browser.wait(lambda: "####" in browser.text(".turn.live p") or browser.run(NUM_ANSWERED) == 2, "most of the second answer")
+        browser.wait(lambda: "####" in browser.text(".turn.live p"), "most of the second answer")
+        browser.wait(lambda: browser.text("#num-running") == "7" and num_shown(browser, "kv") > 0, "the pool beside it")
         picture = browser.screenshot()
-        assert num_shown(browser, "kv") > 0 and picture.startswith(b"\x89PNG") and 20_000 < len(picture) < 300_000
+        pace.rests = lambda _: False
+        assert picture.startswith(b"\x89PNG") and 20_000 < len(picture) < 300_000
         target: Path | None = request.config.getoption("--page-screenshot")
         if target is not None:
             target.write_bytes(picture)
         for client in others:
-            client.result(60)
+            client.result()
         browser.wait(lambda: browser.run(NUM_ANSWERED) == 2, "the second answer")
         # The cells change their colours with the page.
         browser.prefer("dark")

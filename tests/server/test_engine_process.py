@@ -18,7 +18,7 @@ from atoll.server.engine_process import EngineProcess
 from atoll.server.grammars import GrammarConstraint, Grammars
 from atoll.server.messages import Add, EngineFacts, EngineStats, Ready, SequenceTask, StepDone, TicketEnded, decode, encode
 from tests.server.running import demo, running_server
-from tests.server.test_shutdown import server_process
+from tests.server.test_shutdown import PATIENT, WAIT_S, server_process
 
 SCHEMA = {"type": "object", "properties": {"who": {"enum": ["Ruth", "Ben"]}}, "required": ["who"], "additionalProperties": False}
 
@@ -85,8 +85,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_is_found_out_at_once() -> None:
-    with server_process() as (process, url), httpx2.Client(base_url=url, timeout=60) as http:
+    with server_process() as (process, url), httpx2.Client(base_url=url, timeout=WAIT_S) as http:
         [engine] = children(process.pid)
         held = {"type": "json_schema", "json_schema": {"name": "who", "schema": SCHEMA}}
         body = {"prompt": "Ruth", "temperature": 1, "max_tokens": 60, "response_format": held, "logprobs": 1}
@@ -105,7 +106,7 @@ def test_an_engine_that_is_killed_is_found_out_at_once() -> None:
             assert answer.status_code == 503 and "has ended with signal SIGKILL" in answer.json()["error"]["message"]
         assert http.get("/metrics").status_code == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 1
+        assert process.wait(WAIT_S) == 1
         assert process.stderr is not None
         [told] = process.stderr.read().splitlines()
         assert "ERROR atoll.server.engine_loop: the engine's process has ended with signal SIGKILL" in told
@@ -113,7 +114,7 @@ def test_an_engine_that_is_killed_is_found_out_at_once() -> None:
 
 def test_a_signal_to_both_processes_is_the_servers_alone() -> None:
     """As a terminal sends Ctrl-C, and a service manager SIGTERM: the running request finishes, and the engine says nothing."""
-    with server_process() as (process, url), httpx2.Client(base_url=url, timeout=60) as http:
+    with server_process(*PATIENT) as (process, url), httpx2.Client(base_url=url, timeout=WAIT_S) as http:
         [engine] = children(process.pid)
         with http.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}) as response:
             lines = (line for line in response.iter_lines() if line)
@@ -122,8 +123,8 @@ def test_a_signal_to_both_processes_is_the_servers_alone() -> None:
             os.kill(engine, signal.SIGTERM)
             process.send_signal(signal.SIGINT)
             *_, last = lines
-        assert last == "data: [DONE]" and process.wait(30) == 0
-        assert process.stderr is not None and process.stderr.read().strip() == "stopping: what runs has 30 s to finish (Ctrl-C ends it now)"
+        assert last == "data: [DONE]" and process.wait(WAIT_S) == 0
+        assert process.stderr is not None and process.stderr.read().strip() == "stopping: what runs has 600 s to finish (Ctrl-C ends it now)"
         assert not is_running(engine)
 
 
@@ -131,8 +132,8 @@ def test_no_engine_outlives_its_server() -> None:
     with server_process() as (process, _):
         [engine] = children(process.pid)
         process.kill()
-        process.wait(30)
-        deadline = time.monotonic() + 30
+        process.wait(WAIT_S)
+        deadline = time.monotonic() + WAIT_S
         while is_running(engine):
             assert time.monotonic() < deadline, "the engine's process is left over"
             time.sleep(0.02)
