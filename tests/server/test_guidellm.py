@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from atoll.eval.questions import DEMO_PROBLEMS
 from tests.server.programs import needs_clients, run_client
 from tests.server.running import Running, demo
 
-pytestmark = needs_clients
+pytestmark = [*needs_clients, pytest.mark.slow]
 
 NUM_REQUESTS, OUTPUT_TOKENS = 12, 9
 TOKENIZER = ["--tokenizer", f"kind=huggingface_auto,model={DEMO_PROBLEMS.parent}"]

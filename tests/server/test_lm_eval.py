@@ -13,7 +13,7 @@ from atoll.eval.questions import DEMO_PROBLEMS
 from tests.server.programs import needs_clients, run_client
 from tests.server.running import ENGINE, Running, demo
 
-pytestmark = needs_clients
+pytestmark = [*needs_clients, pytest.mark.slow]
 
 MAX_TOKENS = 128
 # The last ones are of templates that the model has not seen, so that some answers are wrong.
@@ -23,6 +23,18 @@ WAYS = {
     "token ids": (["num_concurrent=8"], []),
     "text": (["tokenizer=atoll/models/demo", "tokenizer_backend=huggingface", "tokenized_requests=False"], ["--batch_size", "4"]),
 }
+# lm-eval's command without its index of the 14,000 tasks that come with it, which is half of the time of a run.
+LM_EVAL = """
+import lm_eval.tasks
+
+class OwnTasks(lm_eval.tasks.TaskManager):
+    def __init__(self, **options):
+        super().__init__(**options, include_defaults=False)
+
+lm_eval.tasks.TaskManager = OwnTasks
+from lm_eval.__main__ import cli_evaluate
+cli_evaluate()
+"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +53,7 @@ def found(request: pytest.FixtureRequest, server: Running, tmp_path_factory: pyt
     tasks = {"problems": ASKED, "choices": ASKED}
     command = ["run", "--model", "local-completions", "--model_args", ",".join(model), "--include_path", "tests/server/lm_eval_tasks"]
     command += ["--tasks", ",".join(tasks), "--samples", json.dumps(tasks), "--log_samples", "--output_path", str(folder), *options]
-    run_client("lm_eval", *command, home=folder)
+    run_client("python", "-c", LM_EVAL, *command, home=folder)
     [results] = folder.glob("demo/results_*.json")
     samples: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for path in folder.glob("demo/samples_*.jsonl"):
