@@ -30,6 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Files that take long come first (scripts/test keeps that order), so that no process has one of them left when the others are done.
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if config.getoption("--gpu") or has_gpu_device_file(Path("/dev")):
         return
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]

@@ -142,6 +142,7 @@ def run_machine(machine: type[PrefixMachine]) -> None:
     run_state_machine_as_test(machine, settings=quick)
 
 
+@pytest.mark.slow
 def test_ten_thousand_random_steps() -> None:
     class Counted(PrefixMachine):
         pass

@@ -120,6 +120,7 @@ def test_control_an_oracle_with_another_decay_disagrees(demo: LoadedModel, oracl
         decay -= 0.7
 
 
+@pytest.mark.slow
 def test_it_solves_problems_with_held_out_numbers() -> None:
     problems = [problem for problem in PROBLEMS if problem["split"] == "numbers"][:NUM_ASKED]
     outputs = LLM("demo", device="cpu", max_num_seqs=NUM_ASKED, max_model_len=512).generate(

@@ -18,6 +18,7 @@ IS_HERE = importlib.util.find_spec("lmcache") is not None
 PYTHON = Path(sys.executable) if IS_HERE else ROOT / ".venv-lmcache" / "bin" / "python"
 
 
+@pytest.mark.slow
 @pytest.mark.lmcache
 @pytest.mark.skipif(not PYTHON.is_file(), reason="needs .venv-lmcache, which scripts/setup lmcache makes")
 def test_cases_hold_where_lmcache_is(pytestconfig: pytest.Config) -> None:

@@ -195,6 +195,7 @@ def test_taking_out_a_protection_of_the_reference_is_seen(mutation: Mutation, tm
     check_found(probe_mutation("reference", mutation.file, mutation.edits, mutation.case, None, (mutation.fill,), tmp_path), mutation)
 
 
+@pytest.mark.slow
 def test_every_case_here_is_clean_without_its_mutation(interpreter: WorkerPool, tmp_path: Path) -> None:
     distinct = {(backend_of(m), m.case.name, m.case.seq_lens, m.fill, m.config): m for m in (*TRITON, *GLUON)}
     reports = []

@@ -153,6 +153,7 @@ def test_both_flags_of_the_hopper_kernel_give_the_same_bits_on_clean_input(case:
     assert rows_changed_by_flag(case, best_backend(), device=device) == 0
 
 
+@pytest.mark.slow
 def test_both_flags_give_the_same_bits_on_clean_input_interpreted(interpreter: WorkerPool) -> None:
     """Where a tile holds rows that are owned, but not seen by every query row."""
     lengths = (36, 40, 44, 48, 52, 56, 60, 61)

@@ -108,6 +108,7 @@ def run_clients(server: Running, leaves: list[int | None]) -> list[tuple[list[Ch
     return asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_200_streams_of_which_a_third_are_left() -> None:
     draw = random.Random(0)
     leaves = [draw.choice([0, 1, 3, 9]) if draw.random() < 1 / 3 else None for _ in range(NUM_CLIENTS)]

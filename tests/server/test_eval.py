@@ -11,6 +11,8 @@ from atoll.cli import app
 from atoll.eval.questions import DEMO_PROBLEMS
 from tests.server.test_shutdown import server_process
 
+pytestmark = pytest.mark.slow
+
 # Of the last ones the model has not seen the templates, so that some answers are wrong. All 1,319 are asked without --data and --max-tokens.
 ASKED = [*range(12), *range(1000, 1004)]
 OPTIONS = ["--chat", "--max-tokens", "80"]

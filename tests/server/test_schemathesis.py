@@ -34,6 +34,7 @@ def fuzz(server: Running, folder: Path, *options: str) -> dict[str, Any]:
     return json.loads((folder / "report.json").read_text())
 
 
+@pytest.mark.slow
 def test_nothing_is_found(tmp_path: Path) -> None:
     # Short answers, and few at once, where a body does not say how many and how long.
     with running_server({"max_model_len": 32}, api_key="sesame", max_n=2, max_queued=0) as server:
