@@ -167,6 +167,8 @@ def find_leaks(problem: DecodeProblem, run: Callable[[], Result], clean: Result,
 def _neighbour_leaks(problem: DecodeProblem, run: Callable[[], Result], clean: Result, fill: str, seed: int) -> Iterator[Leak]:
     """Rows that another sequence owns are unowned too: fill those of every second sequence and compare the rest."""
     batch = len(problem.pages)
+    if batch < 2:
+        return
     rows_of = [problem.row_ids(i_b)[problem.spec.window_start(int(problem.seq_lens[i_b])) :] for i_b in range(batch)]
     for parity in (0, 1):
         filled = torch.cat([rows for i_b, rows in enumerate(rows_of) if i_b % 2 == parity])

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -67,6 +67,7 @@ class Cost:
     registers: int  # per thread; VGPRs on AMD
     spill_bytes: int  # per thread
     shared_bytes: int  # per program
+    ptx: str = field(default="", repr=False)  # NVIDIA's alone
 
     @property
     def fault(self) -> str | None:
@@ -182,8 +183,29 @@ def build(launch: Launch, target: str) -> Cost:
     compiled = triton.compile(source, target=TARGETS[target], options=launch.options)
     name = launch.kernel.fn.__name__
     if "cubin" in compiled.asm:
-        return Cost(name, target, *_cubin_cost(compiled.asm["cubin"]), compiled.metadata.shared)
+        return Cost(name, target, *_cubin_cost(compiled.asm["cubin"]), compiled.metadata.shared, compiled.asm["ptx"])
     return Cost(name, target, *_amdgcn_cost(compiled.asm["amdgcn"]), compiled.metadata.shared)
+
+
+def uncounted(ptx: str) -> list[str]:
+    """What keeps a count of arrivals in PTX from saying that all that the counting program stored is there for whoever reads the count.
+
+    The interpreter runs programs one after another, and sees none of it.
+    """
+    steps = re.findall(r"\b(?:bar\.sync|(?:st|ld|atom)\.global[.\w]*)", ptx)
+    counts = [i for i, step in enumerate(steps) if step.startswith("atom")]
+    faults = [] if counts else ["nothing is counted"]
+    for i in counts:
+        if ".gpu." not in steps[i] or ".acq_rel." not in steps[i]:
+            faults.append(f"{steps[i]} orders nothing for other programs")
+        if steps[i - 1] != "bar.sync":
+            faults.append(f"{steps[i - 1]} and then a count, before all threads have met")
+        if steps[i + 1] != "bar.sync":
+            faults.append(f"a count and then {steps[i + 1]}, before all threads know it")
+        # The next two steps are the meeting and the count set back; then whoever came last reads.
+        if not steps[i + 3].startswith("ld.global.cg"):
+            faults.append(f"a count and then {steps[i + 3]}, from this multiprocessor's own cache")
+    return faults
 
 
 def _type_name(value: Any) -> str:

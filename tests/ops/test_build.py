@@ -1,5 +1,6 @@
 """The Triton kernels still build for Hopper and for AMD, no listed variant spills, and all fit into shared memory; no GPU is needed."""
 
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from atoll.ops.attention import DecodeSpec
-from tests.kit.build import SHARED_LIMITS, TARGETS, Cost, append_launches, balanced_launches, build_costs, decode_launches, gluon_launches
+from tests.kit.build import SHARED_LIMITS, TARGETS, Cost, append_launches, balanced_launches, build_costs, decode_launches, gluon_launches, uncounted
 from tests.kit.workers import compiling_pool
 
 
@@ -82,6 +83,27 @@ def test_the_hopper_kernel_builds_without_spills(name: str, builds: Builds, reco
         record_property(cost.kernel, f"{cost.registers} registers, {cost.spill_bytes} bytes spilled, {cost.shared_bytes} bytes shared")
     assert [cost.fault for cost in costs if cost.fault] == []
     assert {cost.kernel for cost in costs} == ({"decode_balanced_kernel"} if name in ONE_LAUNCH else {"decode_tma_kernel", "combine_kernel"})
+
+
+@pytest.mark.parametrize("name", ONE_LAUNCH)
+def test_what_is_counted_is_there_to_be_read(name: str, builds: Builds) -> None:
+    [cost] = builds[name, "sm_90"].result()
+    assert uncounted(cost.ptx) == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "instead", "said"),
+    [
+        (r"bar\.sync\s+0;(?=(?:(?!bar\.sync)[\s\S])*atom\.global)", "", "before all threads have met"),
+        (r"(atom\.global[^;]*;(?:(?!bar\.sync)[\s\S])*)bar\.sync\s+0;", r"\1", "before all threads know it"),
+        (r"acq_rel", "relaxed", "orders nothing for other programs"),
+        (r"ld\.global\.cg", "ld.global", "from this multiprocessor's own cache"),
+        (r"atom\.", "", "nothing is counted"),
+    ],
+)
+def test_a_count_that_says_too_little_is_seen(wanted: str, instead: str, said: str, builds: Builds) -> None:
+    [cost] = builds[next(iter(ONE_LAUNCH)), "sm_90"].result()
+    assert any(said in fault for fault in uncounted(re.sub(wanted, instead, cost.ptx)))
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])

@@ -87,6 +87,11 @@ def test_blocks_of_rows_are_merged(interpreter: WorkerPool) -> None:
     assert interpreter.submit(within_the_bound, rows, TWO_SPLITS).result()
 
 
+def test_one_launch_takes_more_sequences_than_a_warp_has_lanes(interpreter: WorkerPool) -> None:
+    case = Case(spec("fp8_tensor", 64, 64, num_q_heads=1), (*(i % 2 for i in range(32)), 130))
+    assert interpreter.submit(probe_interpreted, case, ONE_LAUNCH, ("nan",), "gluon_sm90").result().status == "clean"
+
+
 def test_batch_invariant_holds(interpreter: WorkerPool) -> None:
     crowd = Case(spec("fp8_token", 64, 16, num_q_heads=1, batch_invariant=True, sinks=True), (1, 65, 150))
     assert interpreter.submit(rows_changed_alone, "gluon_sm90", crowd, FIXED_SPLITS).result() == 0

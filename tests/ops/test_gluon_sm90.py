@@ -10,7 +10,7 @@ import torch
 
 from atoll.errors import BackendError
 from atoll.ops.attention import BatchShape, DecodeConfig, DecodeSpec, decode_attention, gluon_decode_sm90, plan_decode, triton_decode
-from atoll.ops.attention.plan import BACKENDS
+from atoll.ops.attention.plan import BACKENDS, DecodePlan
 from atoll.probe import BackendAdapter, Case, DecodeProblem, probe_case
 from atoll.probe.layouts import Layout
 from atoll.probe.matrix import matrix
@@ -138,6 +138,8 @@ def test_rows_on_odd_bytes_of_one_launch_go_to_the_triton_kernel_with_a_workspac
     handed = portable.call_args.args[2]
     assert handed.config == triton_decode.config(SPEC, BatchShape(3, handed.max_seq_len, 1))
     assert handed.partial_o.shape[:3] == (3, SPEC.num_kv_heads, handed.config.num_splits if handed.config.num_splits > 1 else 0)
+    # Else it would hold itself, and its workspace after the plan is gone.
+    assert handed.prepared == {}
 
 
 def test_candidates_are_tunings_of_both_kinds() -> None:
@@ -149,18 +151,119 @@ def test_candidates_are_tunings_of_both_kinds() -> None:
     assert {config.num_programs for config in gluon_decode_sm90.candidates(replace(SPEC, batch_invariant=True), BatchShape(16, 16384, 132))} == {0}
 
 
+# Sequences of up to three groups of parts, empty ones, and ones within a program's stretch; plain decode, drafts, and drafts in two blocks of rows.
+RACING = (1, 500, 4096, 0, 2000, 77)
+RACES = {
+    "fp8_tensor": SPEC,
+    "bf16 drafts of a window": replace(SPEC, kv_format="bf16", query_len=2, window=1500, sinks=True),
+    "fp8_token blocks of rows": replace(SPEC, kv_format="fp8_token", num_q_heads=32, head_dim=128, page_size=64, query_len=5),
+}
+# Fewer than sequences, as many as multiprocessors and as run at a time, more than tiles.
+NUM_PROGRAMS = (3, 100, 132, 264, 1500)
+
+
+def racing_plan(problem: DecodeProblem, num_programs: int) -> DecodePlan:
+    """One launch of so many programs; on another GPU the portable kernel, which is to do the same."""
+    config = replace(gluon_decode_sm90.config(problem.spec, BatchShape(len(RACING), max(RACING), 132)), num_splits=1, num_programs=num_programs)
+    return plan_decode(
+        *(problem.spec, problem.seq_lens, problem.page_table),
+        device=problem.device,
+        backend=best_backend(),
+        config=config if is_hopper() else None,
+    )
+
+
+class Racers:
+    """Launches of one plan, each with outputs of its own, whose bits are compared on the device."""
+
+    def __init__(self, problem: DecodeProblem, plan: DecodePlan, wanted: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.problem, self.plan, self.wanted = problem, plan, wanted
+        self.found = [(torch.empty_like(out), torch.empty_like(lse)) for out, lse in wanted]
+        self.num_wrong = torch.zeros((), dtype=torch.int64, device=problem.device)
+
+    def forget(self) -> None:
+        for pair in self.found:
+            for x in pair:
+                x.fill_(float("nan"))
+
+    def launch(self, i: int) -> None:
+        out, lse = self.found[i]
+        decode_attention(self.problem.q, self.problem.kv, self.plan, out=out, lse=lse, sinks=self.problem.sinks)
+
+    def compare(self) -> None:
+        for wanted, found in zip(self.wanted, self.found, strict=True):
+            for a, b in zip(wanted, found, strict=True):
+                self.num_wrong += (a.view(torch.uint8) != b.view(torch.uint8)).sum()
+
+
+def answers(problem: DecodeProblem, plan: DecodePlan) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = decode_attention(problem.q, problem.kv, plan, sinks=problem.sinks)
+    torch.cuda.synchronize()
+    return out, lse
+
+
 @pytest.mark.gpu
-def test_one_launch_gives_the_same_bits_each_time(device: torch.device) -> None:
-    """Whoever comes last: 3,000 launches of programs that race. On another GPU the portable kernel, which is to do the same."""
-    problem = Case(replace(SPEC, head_dim=256), (1, 500, 4096, 0, 2000, 77)).make(device)
-    config = DecodeConfig(num_programs=100) if is_hopper() else None
-    plan = plan_decode(problem.spec, problem.seq_lens, problem.page_table, device=device, backend=best_backend(), config=config)
-    out, lse = decode_attention(problem.q, problem.kv, plan)
-    for _ in range(3000):
-        again, lse_again = decode_attention(problem.q, problem.kv, plan)
-        assert torch.equal(again, out)
-        assert torch.equal(lse_again, lse)
+@pytest.mark.parametrize("num_programs", NUM_PROGRAMS)
+@pytest.mark.parametrize("name", RACES)
+def test_launches_that_follow_at_once_give_the_same_bits(name: str, num_programs: int, device: torch.device) -> None:
+    """3,200 launches replayed from a graph, each set up while the one before runs, beside another plan's in a second stream."""
+    problem = Case(RACES[name], RACING).make(device)
+    both = []
+    for _ in range(2):
+        plan = racing_plan(problem, num_programs)
+        both.append(Racers(problem, plan, [answers(problem, plan)] * 32))
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(both[0].wanted[0], both[1].wanted[0], strict=True))
+    lent = torch.cuda.Stream()
+    graphs = []
+    for racers in both:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(len(racers.found)):
+                racers.launch(i)
+        graphs.append(graph)
+    torch.cuda.synchronize()
+    for _ in range(100):
+        for racers, graph, stream in zip(both, graphs, (torch.cuda.current_stream(), lent), strict=True):
+            with torch.cuda.stream(stream):
+                racers.forget()
+                graph.replay()
+                racers.compare()
+    torch.cuda.synchronize()
+    assert [int(racers.num_wrong) for racers in both] == [0, 0]
+    assert not any(racers.plan.arrivals.any() for racers in both)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_programs", NUM_PROGRAMS)
+def test_a_refill_between_launches_leaves_nothing_of_the_last(num_programs: int, device: torch.device) -> None:
+    """Other lengths count at other places, and nobody waits for the device in between."""
+    problem = Case(SPEC, RACING).make(device)
+    lengths = [
+        torch.tensor(lens, dtype=torch.int32, device=device) for lens in (RACING, (1, 0, 130, 0, 2000, 1), (0,) * len(RACING), (1, 499, 3000, 0, 64, 65))
+    ]
+    plan = racing_plan(problem, num_programs)
+    wanted = []
+    for lens in lengths:
+        plan.refill(lens, problem.page_table)
+        wanted.append(answers(problem, plan))
+    racers = Racers(problem, plan, wanted)
+    for _ in range(200):
+        racers.forget()
+        for i, lens in enumerate(lengths):
+            plan.refill(lens, problem.page_table)
+            racers.launch(i)
+        racers.compare()
+    assert int(racers.num_wrong) == 0
     assert not plan.arrivals.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_sequences", [1, 33, 300])
+def test_one_launch_takes_small_and_large_batches(num_sequences: int) -> None:
+    """A thread holds one length of a batch of 32, and several of a larger one."""
+    case = Case(SPEC, tuple((37 * i) % 200 for i in range(1, num_sequences + 1)))
+    config = replace(gluon_decode_sm90.config(SPEC, BatchShape(num_sequences, 200, 132)), num_splits=1, num_programs=132)
+    assert probe_case(BackendAdapter("gluon_sm90", config), case, device="cuda").status == ("clean" if is_hopper() else "refused")
 
 
 @pytest.mark.gpu

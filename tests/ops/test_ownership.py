@@ -126,6 +126,10 @@ def test_the_hopper_kernel_of_one_launch_owns_what_it_reads(name: str, launched:
         assert report.refusal is not None
 
 
+def test_a_sequence_alone_has_no_neighbours() -> None:
+    check_clean(probe_case(BackendAdapter("reference"), Case(small_spec("bf16", 16), (37,))))
+
+
 def test_leaky_control_is_caught_in_every_region() -> None:
     report = probe_case(get_adapter("leaky_control"), Case(small_spec("bf16", 16, window=20, query_len=2), (0, 1, 15, 33, 90)))
     assert report.status == "leak"

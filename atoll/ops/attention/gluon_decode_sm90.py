@@ -224,7 +224,8 @@ def _portable(plan: DecodePlan) -> DecodePlan:
     if "portable" not in plan.prepared:
         device = plan.seq_lens.device
         config = triton_decode.config(plan.spec, BatchShape(plan.batch, plan.max_seq_len, num_sms(device)))
-        plan.prepared["portable"] = replace(plan, config=config, **make_workspace(plan.spec, plan.batch, config, device))
+        # A dict of its own: in the plan's it would hold itself, and its workspace until the garbage collector comes by.
+        plan.prepared["portable"] = replace(plan, config=config, prepared={}, **make_workspace(plan.spec, plan.batch, config, device))
     return plan.prepared["portable"]
 
 

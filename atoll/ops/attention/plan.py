@@ -53,7 +53,11 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Frozen, but for the contents of `seq_lens` and `page_table`, which `refill` rewrites in place under a captured CUDA graph."""
+    """Frozen, but for the contents of `seq_lens` and `page_table`, which `refill` rewrites in place under a captured CUDA graph.
+
+    Its launches share one workspace: they follow each other in one stream, or wait for each other by events. Two at a time are wrong, and with
+    `config.num_programs` so is every launch after them, whose counts of arrivals begin where those two left them.
+    """
 
     spec: DecodeSpec
     backend: str
