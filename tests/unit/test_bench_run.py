@@ -167,6 +167,18 @@ def test_what_cannot_be_built_is_not_tried_case_by_case(monkeypatch: pytest.Monk
     assert (row.time_us, row.note) == (None, "no compiler")
 
 
+def test_what_a_compiler_said_is_told_and_a_refusal_only_noted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(problem: DecodeProblem) -> PeerCall:
+        raise RuntimeError("Ninja build failed.\nmha.cu(1): error: no such type")
+
+    monkeypatch.setattr(peers, "get_adapter", lambda name: fails)
+    assert set(compile_peers(["peer"], [full_shapes()[0]], CPU, jobs=1).values()) == {"RuntimeError: Ninja build failed."}
+    assert "mha.cu(1): error: no such type" in caplog.text
+    monkeypatch.setattr(peers, "get_adapter", get_adapter)
+    caplog.clear()
+    assert compile_peers(["flashinfer_xqa"], [full_shapes()[0]], CPU, jobs=1) and not caplog.text
+
+
 def test_a_cold_peer_reads_other_tables_in_each_call_or_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = DecodeShape(ModelHeads("tiny", 2, 4, 32), "bf16", 16, 1, 2, 512)
     work = BenchPool([shape], CPU, l2_bytes=1 << 18).workload(shape, cold=True)
