@@ -49,7 +49,7 @@ class EngineConfig:
     seed: int = 0  # for requests without a seed of their own
     # Tiers that keep pages and states that have left the pool, as atoll.offload.options reads them: "host:8GiB,disk:PATH:100GiB"; None: none
     offload: str | None = None
-    offload_timeout_s: float = 30.0  # seconds that a request waits for what a tier brings, before it computes it
+    offload_timeout_s: float = 30.0  # seconds that a request waits for what a tier brings, before it computes it, and that anything waits for a transfer
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -91,7 +91,7 @@ class SchedulerConfig:
     image_pages: int = 0  # pages of one checkpoint; 0: the model keeps no state, or no checkpoint of it
     checkpoint_interval: int = -1  # tokens between the ladder's checkpoints, a multiple of checkpoint_grid; -1: no ladder
     checkpoint_policies: frozenset[str] = frozenset(CHECKPOINT_POLICIES)
-    offload_timeout_s: float = 30.0  # that a request waits for a load before it computes instead
+    offload_timeout_s: float = 30.0  # that a request waits for a load before it computes instead, and that anything waits for a transfer
 
     def __post_init__(self) -> None:
         _check_step_budget(self.max_num_batched_tokens, self.max_num_seqs, self.prefill_grid)

@@ -75,6 +75,6 @@ class EngineFlags(NumberFlags):
         str | None,
         typer.Option(help="Where pages go that leave the pool: host:8GiB, disk:PATH:100GiB, or both, comma-separated.", show_default="nowhere"),
     ] = EngineConfig.offload
-    offload_timeout_s: Annotated[float, typer.Option(help="Seconds that a request waits for its pages to come back, before it computes them.")] = (
-        EngineConfig.offload_timeout_s
-    )
+    offload_timeout_s: Annotated[
+        float, typer.Option(help="Seconds that a request waits for its pages to come back, then computes them; nothing waits longer for a transfer.")
+    ] = EngineConfig.offload_timeout_s

@@ -118,7 +118,7 @@ def connect(
             slot_bytes=slot_layout.slot_bytes if slot_layout is not None else 0,
             image_pages=image_pages,
         )
-        offload = make_offload(config.offload, identity, regions)
+        offload = make_offload(config.offload, identity, regions, config.offload_timeout_s)
     offload.worker.register(regions)
     return offload
 

@@ -201,10 +201,22 @@ class Engine:
         self.offload = self.offload._replace(worker=worker)
         self.runner.worker = worker
 
-    def drain_transfers(self, timeout_s: float = 30.0) -> bool:
-        """Without a request: wait until no page is leased any more; False: some still are after the time."""
+    def drain_transfers(self, timeout_s: float | None = None) -> bool:
+        """Without a request: wait until no page is leased any more; False: some still are after the time.
+
+        None: offload_timeout_s, from when each began. So what hangs is waited for once, however often this is called; its pages stay leased.
+        """
         offloader = self.scheduler.offloader
-        return offloader is None or self._drain(lambda: offloader.in_flight, timeout_s)
+        if offloader is None or not offloader.in_flight:
+            return True
+        if timeout_s is None:
+            self._drain(lambda: offloader.in_flight and not offloader.is_stuck, offloader.timeout_s)
+        else:
+            self._drain(lambda: offloader.in_flight, timeout_s)
+        if offloader.in_flight:
+            # A last look: it has ended meanwhile, or there is something to be said.
+            self._step_transfers()
+        return not offloader.in_flight
 
     def close(self, timeout_s: float = 30.0) -> None:
         """End every request, let a connector finish what it has begun as far as the time allows, and give its memory back. The engine is not used again.
@@ -215,7 +227,9 @@ class Engine:
         if self.offload is not None and not self._is_closed:
             # What the time did not allow now is not waited for again.
             self._is_closed = True
-            self._drain(lambda: self.has_pending_transfers, timeout_s)
+            offloader = self.scheduler.offloader
+            # Behind a transfer that hangs nothing ends.
+            self._drain(lambda: self.has_pending_transfers and not (offloader is not None and offloader.is_stuck), timeout_s)
             self.offload.worker.close(THREADS_END_S)
 
     def _drain(self, is_pending: Callable[[], bool], timeout_s: float) -> bool:

@@ -4,18 +4,24 @@ A load is a prefetch into the prefix cache: once its pages are in the tree, the 
 """
 
 import itertools
+import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from atoll.errors import counted
 from atoll.kv.checkpoint import Checkpoint
-from atoll.kv.prefix import Match, PrefixCache
+from atoll.kv.prefix import PrefixCache
+from atoll.kv.prefix_match import Match
+from atoll.kv.prefix_tree import PrefixNode
 from atoll.offload.base import BlobKind, Completion, Connector, Span, Transfer
 
 if TYPE_CHECKING:
     from atoll.engine.request import Request
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,8 @@ class _Store:
     """A store that has not ended."""
 
     request_id: int
-    checkpoint: Checkpoint | None  # pinned, for the state among what is stored
+    checkpoints: list[Checkpoint]  # pinned, for the states among what is stored
+    began_s: float
     lease: "_Lease | None" = None  # None: the request still holds the pages
 
 
@@ -78,8 +85,9 @@ class Offloader:
         self._loading: dict[tuple[BlobKind, bytes], _Load] = {}
         self._stores: dict[int, _Store] = {}
         self._leases: list[_Lease] = []
-        self._indexed: dict[int, list[Span]] = {}  # by request: filled by its last step, not offered yet
-        self._published: dict[int, Checkpoint] = {}
+        self._was_stuck = False  # and it was said
+        # By request: what its last step has left, not offered yet; for a state its checkpoint.
+        self._noted: defaultdict[int, dict[Span, Checkpoint | None]] = defaultdict(dict)
 
     @property
     def num_parked(self) -> int:
@@ -96,6 +104,13 @@ class Offloader:
         return bool(self._loads or self._stores)
 
     @property
+    def is_stuck(self) -> bool:
+        """Whether a transfer takes longer than is waited for. Then none begins: it might end as little, and its pages are leased until it has."""
+        # The oldest come first.
+        oldest = [next(iter(self._loads.values()), None), next(iter(self._stores.values()), None)]
+        return any(one is not None and self._clock() - one.began_s >= self.timeout_s for one in oldest)
+
+    @property
     def frees_pages(self) -> bool:
         """Whether pages in flight come back soon, without anybody's being preempted."""
         now_s = self._clock()
@@ -108,14 +123,13 @@ class Offloader:
     def look_up(self, request: "Request", match: Match) -> "Fetch | _Load | None":
         """What would make more of a request's tokens usable than `match`; or a load in flight that brings some of it; None: nothing does."""
         use = request.prefix
-        if use.has_fetched or not self.cache.enabled or request.params.prompt_logprobs is not None:
+        if use.has_fetched or not self.cache.enabled or request.params.prompt_logprobs is not None or self.is_stuck:
             return None
-        limit = (request.num_tokens - 1) // self._page_size
-        digests = use.digests[:limit]
-        resident, num_idle = self.cache.resident(digests)
-        found = self.connector.lookup(digests, len(resident))
-        reach = len(resident) + found.num_pages
-        if len(resident) < limit and (load := self._loading.get((BlobKind.KV, digests[len(resident)]))) is not None:
+        num_resident = len(match.resident)
+        digests = use.digests[: (request.num_tokens - 1) // self._page_size]
+        found = self.connector.lookup(digests, num_resident)
+        reach = num_resident + found.num_pages
+        if match.next_digest is not None and (load := self._loading.get((BlobKind.KV, match.next_digest))) is not None:
             return load
         if self.cache.image_pages:
             reach = max((number for number in found.states if number <= reach), default=0)
@@ -123,10 +137,9 @@ class Offloader:
             return None
         if (load := self._loading.get((BlobKind.STATE, digests[reach - 1]))) is not None:
             return load
-        num_held = min(len(resident), reach)
-        if num_held < len(resident):
-            num_idle = self.cache.resident(digests[:num_held])[1]
-        return Fetch(resident[:num_held], num_idle, digests[num_held:reach], reach, needs_state=self.cache.image_pages > 0)
+        held = [node.page for node in match.resident[:reach]]
+        num_idle = max(0, len(held) - match.num_held)
+        return Fetch(held, num_idle, digests[len(held) : reach], reach, needs_state=self.cache.image_pages > 0)
 
     def begin(self, request: "Request", fetch: "Fetch | _Load", match: Match) -> bool:
         """Park a request on a load in flight, or on one that starts with the next metadata; False: the connector has not got it any more."""
@@ -169,7 +182,20 @@ class Offloader:
                 given_up += load.requests
                 load.requests = []
                 self._cancel_unwanted(load)
+        self._tell_of_stuck()
         return given_up
+
+    def _tell_of_stuck(self) -> None:
+        was_stuck, self._was_stuck = self._was_stuck, self.is_stuck
+        if self._was_stuck and not was_stuck:
+            log.warning(
+                "%s in flight, the oldest for more than %.1f s (--offload-timeout-s): until they have ended their pages are leased, and nothing else is "
+                "offloaded or fetched",
+                counted(len(self._loads) + len(self._stores), "transfer"),
+                self.timeout_s,
+            )
+        elif was_stuck and not self._was_stuck:
+            log.info("the transfers that hung have ended; pages are offloaded and fetched again")
 
     def complete(self, completions: Sequence[Completion]) -> "list[Request]":
         """Take the workers' reports; the requests that wait no more."""
@@ -201,43 +227,51 @@ class Offloader:
         # Row by row of what the sequence has: its pages so far, then what came.
         pages = [*fetch.held, *(span.pages[0] for span in spans[:num_good])]
         self.cache.ledger.adopt(pages[len(fetch.held) :])
-        self.cache.index(load.root, load.digests, pages, len(fetch.held), len(pages))
+        brought: set[PrefixNode | Checkpoint] = {*self.cache.index(load.root, load.digests, pages, len(fetch.held), len(pages))}
         rest = [page for span in spans[num_good:num_kv] for page in span.pages]
         if fetch.needs_state and num_good == num_kv and arrived[-1]:
-            self.cache.adopt_image(load.digests[-1], fetch.num_pages * self._page_size, spans[-1].pages)
+            brought.add(self.cache.adopt_image(load.digests[-1], fetch.num_pages * self._page_size, spans[-1].pages))
         elif fetch.needs_state:
             rest += spans[-1].pages
         self.cache.ledger.release_leased(rest)
         self.cache.release(pages)
         for request in load.requests:
-            request.prefix.fetched_to = max(request.prefix.fetched_to, len(pages) * self._page_size)
+            request.prefix.brought |= brought
 
     # Stores.
 
     def note_pages(self, request: "Request", first: int, end: int) -> None:
         """Pages `first` to `end` of a request have been filled and named."""
         numbered = zip(request.prefix.digests[first:end], request.pages[first:end], strict=True)
-        self._indexed.setdefault(request.request_id, []).extend(Span(BlobKind.KV, digest, (page,)) for digest, page in numbered)
+        self._noted[request.request_id].update((Span(BlobKind.KV, digest, (page,)), None) for digest, page in numbered)
 
     def note_state(self, request: "Request", checkpoint: Checkpoint) -> None:
         """A request has published a checkpoint that is worth keeping beyond the pool."""
-        self._published[request.request_id] = checkpoint
+        self._noted[request.request_id][Span(BlobKind.STATE, checkpoint.digest, checkpoint.pages)] = checkpoint
+
+    def note_all(self, request: "Request") -> None:
+        """A request ends: whatever of it is in the pool is offered once more, since the connector may have refused some, or given it up since.
+
+        Each state behind its own page: of a connector that is soon full, what fits is a prefix that can be used.
+        """
+        pages = request.pages[: request.prefix.num_indexed]
+        for number, checkpoint in enumerate(self.cache.checkpoints(pages)):
+            self.note_pages(request, number, number + 1)
+            if checkpoint is not None:
+                self.note_state(request, checkpoint)
 
     def offer(self, request: "Request") -> None:
-        """Have the connector take what it wants of the request's last step."""
-        spans = self._indexed.pop(request.request_id, [])
-        checkpoint = self._published.pop(request.request_id, None)
-        if checkpoint is not None and checkpoint.is_published:
-            spans.append(Span(BlobKind.STATE, checkpoint.digest, checkpoint.pages))
-        if not spans:
-            return
-        taken = self.connector.prepare_store(Transfer(next(self._generations), tuple(spans)))
+        """Have the connector take what it wants of what was noted."""
+        noted = self._noted.pop(request.request_id, {})
+        # A checkpoint may have been evicted since.
+        spans = tuple(span for span, checkpoint in noted.items() if checkpoint is None or checkpoint.is_published)
+        taken = self.connector.prepare_store(Transfer(next(self._generations), spans)) if spans and not self.is_stuck else None
         if taken is None:
             return
-        pinned = checkpoint if checkpoint is not None and any(span.kind is BlobKind.STATE for span in taken.spans) else None
-        if pinned is not None:
-            self.cache.pin(pinned)
-        self._stores[taken.generation] = _Store(request.request_id, pinned)
+        checkpoints = [checkpoint for span in taken.spans if (checkpoint := noted[span]) is not None]
+        for checkpoint in checkpoints:
+            self.cache.pin(checkpoint)
+        self._stores[taken.generation] = _Store(request.request_id, checkpoints, self._clock())
 
     def keep(self, request: "Request", *, discard: bool) -> bool:
         """A request stops running. True: its pages are leased to its stores, and are given back when these have ended.
@@ -245,8 +279,7 @@ class Offloader:
         `discard`: what it computed is not to be kept anywhere.
         """
         if discard:
-            self._indexed.pop(request.request_id, None)
-            self._published.pop(request.request_id, None)
+            self._noted.pop(request.request_id, None)
             self.connector.forget(request.prefix.digests)
         else:
             rolling = request.prefix.rolling
@@ -272,8 +305,8 @@ class Offloader:
 
     def _end_store(self, generation: int) -> None:
         store = self._stores.pop(generation)
-        if store.checkpoint is not None:
-            self.cache.unpin(store.checkpoint, hit=False)
+        for checkpoint in store.checkpoints:
+            self.cache.unpin(checkpoint, hit=False)
         if store.lease is None:
             return
         store.lease.generations.discard(generation)
@@ -296,4 +329,4 @@ class Offloader:
         return Counter(page for lease in self._leases for page in lease.pages)
 
     def pins(self) -> Counter[Checkpoint]:
-        return Counter(store.checkpoint for store in self._stores.values() if store.checkpoint is not None)
+        return Counter(checkpoint for store in self._stores.values() for checkpoint in store.checkpoints)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from atoll.kv.prefix import Match
+from atoll.kv.prefix_match import Match
 
 
 @dataclass(frozen=True)

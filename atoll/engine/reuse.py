@@ -8,9 +8,10 @@ from atoll.engine.offloader import Offloader
 from atoll.engine.placement import Placement
 from atoll.engine.step import StateCopy, Step
 from atoll.kv.checkpoint import Checkpoint
-from atoll.kv.prefix import NO_MATCH, Match, PrefixCache
+from atoll.kv.prefix import PrefixCache
+from atoll.kv.prefix_match import NO_MATCH, Match
 from atoll.kv.prefix_stats import MissReason
-from atoll.kv.prefix_tree import page_digest, root_digest
+from atoll.kv.prefix_tree import PrefixNode, page_digest, root_digest
 
 if TYPE_CHECKING:
     from atoll.engine.request import Request
@@ -32,7 +33,7 @@ class PrefixUse:
     misses: Counter[MissReason] = field(default_factory=Counter)  # the other tokens of its prompt
     has_fetched: bool = False  # since it last ran: it had its one load, whatever came of it
     fetch_base: int | None = None  # tokens that were usable when it was first parked; None: it was not, since it last ran
-    fetched_to: int = 0  # tokens up to which a load has brought what was missing
+    brought: set[PrefixNode | Checkpoint] = field(default_factory=set)  # by loads that it waited for
     num_fetched_tokens: int = 0  # of num_cached_tokens, those that a load brought
 
     @classmethod
@@ -77,8 +78,8 @@ class PrefixReuse:
     def admit(self, request: "Request", step: Step) -> None:
         """Note that a request which has begun runs from this step on: its restore is due before its first row."""
         use, stats = request.prefix, self.cache.stats
-        num_fetched = max(0, min(use.match.num_tokens, use.fetched_to) - use.fetch_base) if use.fetch_base is not None else 0
-        use.has_fetched, use.fetch_base, use.fetched_to = False, None, 0
+        num_fetched = self._num_fetched(use)
+        use.has_fetched, use.fetch_base, use.brought = False, None, set()
         if use.num_cached_tokens is not None:
             stats.num_resumed += use.match.num_tokens
         elif self.cache.enabled:
@@ -90,6 +91,13 @@ class PrefixReuse:
         if use.restore is not None:
             assert request.state_slot is not None
             step.restores.append(StateCopy(request.state_slot, use.restore.pages))
+
+    def _num_fetched(self, use: PrefixUse) -> int:
+        """Tokens that a request reuses by its loads' doing; others may have computed some of them meanwhile, or left a state that makes them usable."""
+        if use.match.checkpoint is not None and use.match.checkpoint in use.brought:
+            # It makes all of them usable, those too whose pages were here.
+            return use.match.num_tokens - (use.fetch_base or 0)
+        return sum(node in use.brought for node in use.match.resident[: len(use.match.pages)]) * self._page_size
 
     def save(self, running: list["Request"], step: Step) -> None:
         """Have states copied to images after the step's rows: those that are wanted, if they are worth the room, the most valuable first."""

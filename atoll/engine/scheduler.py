@@ -14,7 +14,7 @@ request its pages.
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import MutableSequence, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from atoll.config import SchedulerConfig
 from atoll.engine.offloader import Fetch, Offloader
@@ -26,8 +26,19 @@ from atoll.errors import ConfigError
 from atoll.kv.guard import ReleaseGuard
 from atoll.kv.ledger import PageLedger
 from atoll.kv.prefix import PrefixCache
+from atoll.kv.prefix_match import Match
 from atoll.kv.slot_ledger import SlotLedger
 from atoll.offload.base import Completion, Connector, Metadata
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """Why the first of the waiting requests was not admitted."""
+
+    request: Request
+    match: Match  # what the pool had of it
+    num_pages: int = 0  # that it needs besides those reserved for running requests
+    budget: int = 0  # tokens that were too few for its first chunk; 0: it was for want of pages
 
 
 class Scheduler:
@@ -67,6 +78,7 @@ class Scheduler:
         self.offloader = Offloader(connector, self.cache, config.page_size, timeout_s=config.offload_timeout_s) if connector is not None and enabled else None
         self._reuse = PrefixReuse(self.cache, placement, config.page_size, self.offloader)
         self._step: Step | None = None  # scheduled, not committed
+        self._wait: _Wait | None = None
         self._num_scheduled = 0  # steps, those without rows too
         self.waiting: deque[Request] = deque()  # in order of arrival
         self.running: list[Request] = []  # in order of arrival
@@ -99,6 +111,8 @@ class Scheduler:
         else:
             assert self.offloader is not None
             self.offloader.leave(request)
+        if self.offloader is not None and not discard:
+            self.offloader.note_all(request)
         self._release(request, discard=discard)
 
     def complete(self, completions: Sequence[Completion]) -> None:
@@ -170,6 +184,9 @@ class Scheduler:
         reserved = sum(self._pages_missing(request) for request in self.running)
         while self.waiting and len(self.running) + self.num_parked < self.config.max_num_seqs and budget > 0:
             request = self.waiting[0]
+            if self._waits_still(request, reserved, budget):
+                return
+            self._wait = None
             match = self._reuse.look_up(request)
             fetch = self.offloader.look_up(request, match) if self.offloader is not None else None
             if self.offloader is not None and fetch is not None:
@@ -178,17 +195,22 @@ class Scheduler:
                     if self.offloader.begin(request, fetch, match):
                         self.waiting.popleft()
                         continue
-                elif self.running or self.offloader.frees_pages:
+                    # What made room for it may have been found.
+                    match = self._reuse.look_up(request)
+                elif self._makes_room:
+                    self._wait = _Wait(request, match, num_pages=need)
                     return
                 # Else it does without: nothing would ever make room.
-                match = self._reuse.look_up(request)
-            reserved += self._pages_missing(request) - len(match.pages)
-            if reserved > self.cache.num_available - match.num_evictable:
+            need = self._pages_missing(request) - len(match.pages) + match.num_evictable
+            if reserved + need > self.cache.num_available:
+                self._wait = _Wait(request, match, num_pages=need)
                 return
+            reserved += self._pages_missing(request) - len(match.pages)
             self._reuse.begin(request, match)
             count = self._chunk(request, budget)
             if not count:
                 self._reuse.release(request)
+                self._wait = _Wait(request, match, budget=budget)
                 return
             # One that was parked may have arrived before others that run already.
             _enqueue(self.running, self.waiting.popleft())
@@ -200,6 +222,21 @@ class Scheduler:
             reserved -= len(request.pages) - num_pages
             budget -= count
             self._append_row(request, count, step)
+
+    def _waits_still(self, request: Request, reserved: int, budget: int) -> bool:
+        """Whether what the first request waits for has not come, and the pool has of it what it had: then a look-up, which walks its prompt, can be spared.
+
+        What a connector has may have changed. That is seen when there is room, since nothing is admitted or loaded by an old look-up.
+        """
+        wait = self._wait
+        if wait is None or wait.request is not request or not self._makes_room:
+            return False
+        return (reserved + wait.num_pages > self.cache.num_available or budget <= wait.budget) and self.cache.stands(wait.match)
+
+    @property
+    def _makes_room(self) -> bool:
+        """Whether pages will be given back without anybody's being admitted."""
+        return bool(self.running) or (self.offloader is not None and self.offloader.frees_pages)
 
     def _chunk(self, request: Request, budget: int) -> int:
         """Tokens to compute next: all up to the next wanted checkpoint or the end, or as many as end on the grid within the budget; 0: none fits."""

@@ -1,32 +1,17 @@
 """The prefix cache: which prefixes are computed and still in the pool, what of one can be used, what is evicted; knows no tensor and no request."""
 
-import itertools
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from atoll.errors import PoolCorruptError, PoolError
 from atoll.kv.checkpoint import Checkpoint
 from atoll.kv.eviction import EvictionQueue
 from atoll.kv.ledger import PageClass, PageLedger
 from atoll.kv.page_map import count_kinds
+from atoll.kv.prefix_match import Match
 from atoll.kv.prefix_stats import MissReason, PrefixStats, remember
 from atoll.kv.prefix_tree import PrefixNode, PrefixTree, upward
-
-
-@dataclass(frozen=True)
-class Match:
-    """What is known of a sequence's beginning."""
-
-    num_tokens: int  # usable: up to the deepest boundary at which the pages, and for a model with states a checkpoint, are here
-    pages: list[int]  # of these tokens
-    checkpoint: Checkpoint | None  # at their end; None for a model without states, or with num_tokens 0
-    num_indexed: int  # tokens whose pages are here, usable or not, but for the last page if it holds the last token
-    num_evictable: int  # pages, those of the checkpoint too, that nobody holds: whoever acquires the match makes them unavailable
-    misses: Counter[MissReason]  # the other tokens by reason
-
-
-NO_MATCH = Match(0, [], None, 0, 0, Counter())
 
 
 class PrefixCache:
@@ -95,11 +80,6 @@ class PrefixCache:
             assert node is not None, "nothing was evicted since the match"
             self._hold(node)
 
-    def resident(self, digests: Sequence[bytes]) -> tuple[list[int], int]:
-        """The leading pages that the tree has, usable or not, and how many of them nobody holds."""
-        nodes = list(itertools.takewhile(bool, map(self._tree.get, digests)))
-        return [node.page for node in nodes if node], sum(not node.is_held for node in nodes if node)
-
     def release(self, pages: Sequence[int]) -> None:
         """Take back a request's pages: free, or kept where the tree has them."""
         self.ledger.release(pages)
@@ -146,7 +126,8 @@ class PrefixCache:
         while len(chain) * self._page_size >= num_tokens:
             chain.pop()
             misses[MissReason.LAST_TOKEN] += self._page_size
-        num_indexed = len(chain) * self._page_size
+        resident, num_indexed = tuple(chain), len(chain) * self._page_size
+        next_digest = digests[len(chain)] if num_indexed + self._page_size < num_tokens else None
         reason = MissReason.NO_CHECKPOINT
         while self.image_pages and chain and chain[-1].checkpoint is None:
             digest = chain.pop().digest
@@ -155,18 +136,25 @@ class PrefixCache:
             elif digest in self._gone_checkpoints:
                 reason = MissReason.EVICTED
             misses[reason] += self._page_size
+        # Whoever holds a page holds those before it.
+        num_held = bisect_left(resident, True, key=lambda node: not node.is_held)
         checkpoint = chain[-1].checkpoint if chain else None
-        num_evictable = sum(not node.is_held for node in chain)
-        if checkpoint is not None and not checkpoint.num_pins:
-            num_evictable += self.image_pages
-        return Match(len(chain) * self._page_size, [node.page for node in chain], checkpoint, num_indexed, num_evictable, +misses)
+        is_pinned = checkpoint is not None and checkpoint.num_pins > 0
+        num_evictable = max(0, len(chain) - num_held) + (self.image_pages if checkpoint is not None and not is_pinned else 0)
+        pages = [node.page for node in chain]
+        return Match(len(chain) * self._page_size, pages, checkpoint, num_indexed, resident, num_held, next_digest, is_pinned, num_evictable, +misses)
 
-    def index(self, root: bytes, digests: Sequence[bytes], pages: list[int], first: int, end: int) -> None:
-        """Name a request's pages `first` to `end`, which are full of computed rows; those before are named.
+    def stands(self, match: Match) -> bool:
+        """Whether the same would be found again; see `Match.stands`."""
+        return match.stands(self._tree)
+
+    def index(self, root: bytes, digests: Sequence[bytes], pages: list[int], first: int, end: int) -> list[PrefixNode]:
+        """Name a request's pages `first` to `end`, which are full of computed rows; those before are named. Returns what is new in the tree.
 
         Where the tree has a page of that name already, because two requests computed it at the same time or because the state had to be computed again, that
         page takes the place of the request's own in `pages`: so whoever holds a page of the tree holds its whole prefix, and no page stays because of a twin.
         """
+        added = []
         for number in range(first, end):
             digest = digests[number]
             node = self._tree.get(digest)
@@ -181,6 +169,8 @@ class PrefixCache:
             if node.parent is not None:
                 self._queue.discard(node.parent)
             self._gone_pages.pop(digest, None)
+            added.append(node)
+        return added
 
     # Checkpoints.
 
@@ -192,6 +182,10 @@ class PrefixCache:
         self._expected[digest] -= 1
         if not self._expected[digest]:
             del self._expected[digest]
+
+    def checkpoints(self, pages: Sequence[int]) -> list[Checkpoint | None]:
+        """For each of a request's indexed pages, the published checkpoint at its end."""
+        return [node.checkpoint if node is not None else None for node in map(self._tree.of_page, pages)]
 
     def worth(self, digests: Sequence[bytes]) -> float:
         """Value of a state after the last of these pages; 0: there is one already, or about to be."""
@@ -224,9 +218,11 @@ class PrefixCache:
         self.stats.num_saved_checkpoints += self._install(checkpoint)
         return checkpoint.is_published
 
-    def adopt_image(self, digest: bytes, position: int, pages: Sequence[int]) -> None:
-        """Publish the state that a load brought, at the end of an indexed page, unless there is one already."""
-        self._install(Checkpoint(digest, position, self.ledger.adopt_image(pages)))
+    def adopt_image(self, digest: bytes, position: int, pages: Sequence[int]) -> Checkpoint:
+        """Publish the state that a load brought, at the end of an indexed page, unless there is one already: then it is gone."""
+        checkpoint = Checkpoint(digest, position, self.ledger.adopt_image(pages))
+        self._install(checkpoint)
+        return checkpoint
 
     def _install(self, checkpoint: Checkpoint) -> bool:
         node = self._tree.get(checkpoint.digest)

@@ -110,6 +110,7 @@ class TierStats:
     num_blobs: int = 0
     num_evicted: int = 0  # blobs
     num_failures: int = 0  # operations
+    is_suspect: bool = False  # it does not answer, and is tried only now and then
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,10 @@ class Connector(Protocol):
         ...
 
     def prepare_store(self, store: Transfer) -> Transfer | None:
-        """What the connector takes of the blobs on offer, perhaps less; None: nothing (it has them all, or no room)."""
+        """What the connector takes of the blobs on offer, perhaps less; None: nothing (it has them all, or no room).
+
+        Offered as they are written, and all of a request's once more when it ends: those that are here, or on their way, are not taken again.
+        """
         ...
 
     def build_metadata(self, fence: int, clears: Sequence[int]) -> Metadata:

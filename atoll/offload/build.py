@@ -20,8 +20,11 @@ log = logging.getLogger(__name__)
 _DISK_FILE = "atoll-offload.slab"  # in a folder that the options name
 
 
-def make_offload(options: str | OffloadOptions, identity: StoreIdentity, regions: Regions) -> Offload:
-    """Raises ConfigError for options that are none, sizes that hold no page, and files that do not fit or cannot be had."""
+def make_offload(options: str | OffloadOptions, identity: StoreIdentity, regions: Regions, timeout_s: float = 30.0) -> Offload:
+    """`timeout_s`: that a load waits for a disk.
+
+    Raises ConfigError for options that are none, sizes that hold no page, and files that do not fit or cannot be had.
+    """
     parsed = parse_offload(options) if isinstance(options, str) else options
     if parsed.lmcache is not None:
         # An extra: what it needs may not be installed, and it says so itself.
@@ -31,14 +34,14 @@ def make_offload(options: str | OffloadOptions, identity: StoreIdentity, regions
     try:
         host_slab = _open_host(parsed.host, identity, opened)
         disk_slab = _open_disk(parsed.disk, identity, opened) if parsed.disk is not None else None
-        return _wire(parsed.host, host_slab, disk_slab, identity.page_bytes)
+        return _wire(parsed.host, host_slab, disk_slab, identity.page_bytes, timeout_s)
     except BaseException:
         for slab in opened:
             slab.close()
         raise
 
 
-def _wire(options: HostOptions, host_slab: Slab | None, disk_slab: Slab | None, page_bytes: int) -> Offload:
+def _wire(options: HostOptions, host_slab: Slab | None, disk_slab: Slab | None, page_bytes: int, timeout_s: float) -> Offload:
     if host_slab is None:
         num_host_pages = options.num_bytes // page_bytes
         pages = HostPages.anonymous(num_host_pages, page_bytes)
@@ -54,7 +57,7 @@ def _wire(options: HostOptions, host_slab: Slab | None, disk_slab: Slab | None, 
         # Compared with its checksum at every read.
         _adopt(disk, disk_slab, is_verified=True)
     files = FileThreads(pages, host_slab, disk_slab) if host_slab is not None or disk_slab is not None else None
-    return Offload(TieredConnector(host, disk, is_mapped=host_slab is not None), TierWorker(pages, files))
+    return Offload(TieredConnector(host, disk, is_mapped=host_slab is not None, timeout_s=timeout_s), TierWorker(pages, files))
 
 
 def _adopt(tier: Tier, slab: Slab | None, *, is_verified: bool) -> None:

@@ -5,53 +5,42 @@ comes from host slots; blobs that only the disk has are read into host slots fir
 load is handed to the worker in a later step than it was accepted. Whatever is in flight holds a pin on its blobs, so that no slot has two writers.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from atoll.offload.base import BlobKind, Completion, ConnectorStats, Found, Metadata, Span, Transfer
+from atoll.offload.in_flight import FileMove, Load, Store
 from atoll.offload.lru import Blob, Key, Tier
 from atoll.offload.moves import Move, MoveKind
+from atoll.offload.suspicion import Suspicion
 
 # One in so many of the host tier's slots is held for the disk's writes at most: the rest stays free for what is stored next. What is evicted before its turn
 # is not written.
 _BACKLOG_SHARE = 4
 
 
-@dataclass(eq=False, slots=True)
-class _Load:
-    transfer: Transfer
-    blobs: list[Blob | None]  # for each span; None: it is lost, and will not arrive
-    waits_for: set[int] = field(default_factory=set)  # generations of moves
-    is_sent: bool = False
-    error: str | None = None  # why a blob was lost
-
-
-@dataclass(eq=False, slots=True)
-class _Store:
-    transfer: Transfer
-    blobs: list[Blob]
-    is_sent: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class _FileMove:
-    move: Move
-    host: Blob
-    disk: Blob | None = None
-
-
 class TieredConnector:
     """See `atoll.offload.base.Connector`. `host` and `disk` are their tiers' books, with what files held from before adopted."""
 
-    def __init__(self, host: Tier, disk: Tier | None = None, *, is_mapped: bool = False) -> None:
+    def __init__(
+        self,
+        host: Tier,
+        disk: Tier | None = None,
+        *,
+        is_mapped: bool = False,
+        timeout_s: float = 30.0,  # that a load waits for the disk
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.host = host
         self.disk = disk
+        self._suspicion = Suspicion(timeout_s, clock)  # of the disk
         self._is_mapped = is_mapped
         self._recorded = {slot for key in host.keys if (blob := host.get(key)) for slot in blob.slots} if is_mapped else set()
-        self._loads: dict[int, _Load] = {}
-        self._stores: dict[int, _Store] = {}
-        self._moves: dict[int, _FileMove] = {}
+        self._loads: dict[int, Load] = {}
+        self._stores: dict[int, Store] = {}
+        self._moves: dict[int, FileMove] = {}
         self._queue: list[Move] = []  # for the next metadata, in order
         self._ended: list[Completion] = []  # loads of which nothing was left to load
         self._num_writing = 0  # host slots on their way to the disk
@@ -60,14 +49,21 @@ class TieredConnector:
         self._stats = ConnectorStats()
 
     def lookup(self, digests: Sequence[bytes], first: int) -> Found:
-        num_pages = 0
-        while first + num_pages < len(digests) and self._finds((BlobKind.KV, digests[first + num_pages])):
-            num_pages += 1
-        # A state behind a page that is missing is of no use: asked for every step while a request waits, this must be short.
-        reached = digests[: first + num_pages]
-        states = frozenset(i + 1 for i, digest in enumerate(reached) if self._finds((BlobKind.STATE, digest)))
-        self._touch(reached)
-        return Found(num_pages, states)
+        # A load holds all of its blobs in the host tier at once: no more is promised than it has room for.
+        room, num_pages, states = self.host.num_available, 0, set()
+        for number, digest in enumerate(digests, 1):
+            if number > first:
+                num_slots = self._slots_to_hold((BlobKind.KV, digest))
+                # A state behind a page that is missing is of no use.
+                if num_slots is None or num_slots > room:
+                    break
+                room -= num_slots
+                num_pages += 1
+            num_slots = self._slots_to_hold((BlobKind.STATE, digest))
+            if num_slots is not None and num_slots <= room:
+                states.add(number)
+        self._touch(digests[: first + num_pages])
+        return Found(num_pages, frozenset(states))
 
     def after_allocation(self, load: Transfer) -> bool:
         # What is here is held before room is made for the rest; states first, since a hybrid model has no use for pages alone.
@@ -84,24 +80,29 @@ class TieredConnector:
                 blob.move = self._start(MoveKind.VERIFY, blob)
         waits_for = {blob.move for blob in held if blob.move is not None}
         error = None if len(held) == len(blobs) else "a blob is gone, or the host tier has no room for it"
-        self._loads[load.generation] = _Load(load, blobs, waits_for, error=error)
+        self._loads[load.generation] = Load(load, blobs, waits_for, error=error)
         return True
 
     def prepare_store(self, store: Transfer) -> Transfer | None:
         spans: list[Span] = []
         blobs: list[Blob] = []
+        held: list[Blob] = []
+        # What is offered may be one chain: its end gives way to its beginning, and never the other way round.
+        self._touch([*dict.fromkeys(span.digest for span in store.spans)])
         for span in store.spans:
             key = _key(span)
-            if key in self.host or self._on_disk(key) is not None:
-                continue
-            blob = self._reserve_host(key, len(span.pages))
-            if blob is not None:
+            here = self.host.get(key)
+            if here is not None:
+                self.host.pin(here)
+                held.append(here)
+            elif self._on_disk(key) is None and (blob := self._reserve_host(key, len(span.pages))) is not None:
                 spans.append(span)
                 blobs.append(blob)
+        self._unpin(held)
         if not spans:
             return None
         taken = replace(store, spans=tuple(spans), note=tuple(slot for blob in blobs for slot in blob.slots))
-        self._stores[store.generation] = _Store(taken, blobs)
+        self._stores[store.generation] = Store(taken, blobs)
         return taken
 
     def build_metadata(self, fence: int, clears: Sequence[int]) -> Metadata:
@@ -120,6 +121,8 @@ class TieredConnector:
                 self._end_load(self._loads.pop(completion.generation), completion)
             elif (store := self._stores.get(completion.generation)) is not None and store.is_sent:
                 self._end_store(self._stores.pop(completion.generation), completion)
+        if self._suspicion.has_late_reads():
+            self._give_up_reads()
         ended, self._ended = self._ended, []
         return ended
 
@@ -160,7 +163,10 @@ class TieredConnector:
 
     @property
     def stats(self) -> ConnectorStats:
-        return replace(self._stats, tiers=tuple(tier.stats() for tier in self._tiers))
+        tiers = [self.host.stats()]
+        if self.disk is not None:
+            tiers.append(replace(self.disk.stats(), is_suspect=self._suspicion.is_suspect))
+        return replace(self._stats, tiers=tuple(tiers))
 
     def check(self) -> None:
         """Recount both tiers' books. AssertionError where they disagree."""
@@ -175,11 +181,21 @@ class TieredConnector:
     def _tiers(self) -> list[Tier]:
         return [self.host] if self.disk is None else [self.host, self.disk]
 
-    def _finds(self, key: Key) -> bool:
+    def _slots_to_hold(self, key: Key) -> int | None:
+        """Host slots that a load of this blob would hold and nothing holds yet; None: it is not to be had."""
         blob = self.host.get(key)
-        return (blob is not None and (blob.is_whole or blob.move is not None)) or self._on_disk(key) is not None
+        if blob is None:
+            stored = self._on_disk(key)
+            return len(stored.slots) if stored is not None else None
+        if not blob.is_coming:
+            return None
+        return len(blob.slots) if blob.num_pins == 0 else 0
 
     def _on_disk(self, key: Key) -> Blob | None:
+        """A blob that the disk has, and may be asked for."""
+        return self._stored(key) if self._suspicion.may_ask else None
+
+    def _stored(self, key: Key) -> Blob | None:
         blob = self.disk.get(key) if self.disk is not None else None
         return blob if blob is not None and blob.is_whole else None
 
@@ -192,14 +208,14 @@ class TieredConnector:
     def _hold(self, span: Span) -> Blob | None:
         """A blob of the host tier, pinned, if it is there or on its way from the disk."""
         blob = self.host.get(_key(span))
-        if blob is None or not (blob.is_whole or blob.move is not None) or len(blob.slots) != len(span.pages):
+        if blob is None or not blob.is_coming or len(blob.slots) != len(span.pages):
             return None
         self.host.pin(blob)
         return blob
 
     def _promote(self, span: Span) -> Blob | None:
         """Have a blob that only the disk has read into host slots; pinned for the caller."""
-        key, stored = _key(span), self._on_disk(_key(span))
+        key, stored = _key(span), self._stored(_key(span))
         if self.disk is None or stored is None or key in self.host or len(stored.slots) != len(span.pages):
             return None
         blob = self._reserve_host(key, len(stored.slots))
@@ -229,16 +245,20 @@ class TieredConnector:
         blob_kind, digest = host.key
         move = Move(generation, kind, host.slots, disk.slots if disk is not None else (), blob_kind, digest)
         self.host.pin(host)
-        self._moves[generation] = _FileMove(move, host, disk)
+        self._moves[generation] = FileMove(move, host, disk)
+        if kind is MoveKind.READ:
+            self._suspicion.began(generation)
         self._queue.append(move)
         return generation
 
-    def _end_move(self, ended: _FileMove, completion: Completion) -> None:
+    def _end_move(self, ended: FileMove, completion: Completion) -> None:
         kind, host, disk = ended.move.kind, ended.host, ended.disk
         if not completion.ok:
             (self.host if disk is None else self._disk).num_failures += 1
+        if kind is MoveKind.READ:
+            self._suspicion.ended(completion.generation, ok=completion.ok)
         if kind in (MoveKind.READ, MoveKind.VERIFY):
-            host.move = None
+            host.move, host.is_late = None, False
             if completion.ok:
                 host.is_whole = host.is_verified = True
             else:
@@ -265,6 +285,13 @@ class TieredConnector:
         self.host.unpin(host)
         self._write_some()
 
+    def _give_up_reads(self) -> None:
+        """The disk does not answer: loads go on without what they wait for. What reads bring in the end serves those who come then."""
+        for generation, one in self._moves.items():
+            if one.move.kind is MoveKind.READ and not one.host.is_late:
+                one.host.is_late = True
+                self._wake_loads(generation, one.host, Completion(generation, (False,), error="the disk does not answer"))
+
     def _wake_loads(self, generation: int, blob: Blob, completion: Completion) -> None:
         for load in [load for load in self._loads.values() if generation in load.waits_for]:
             load.waits_for.discard(generation)
@@ -278,12 +305,12 @@ class TieredConnector:
                 del self._loads[load.transfer.generation]
                 self._count_load(Completion(load.transfer.generation, (False,) * len(load.blobs), error=load.error))
 
-    def _send_load(self, load: _Load) -> Transfer:
+    def _send_load(self, load: Load) -> Transfer:
         load.is_sent = True
         spans = tuple(span for span, blob in zip(load.transfer.spans, load.blobs, strict=True) if blob is not None)
         return replace(load.transfer, spans=spans, note=tuple(slot for blob in load.blobs if blob is not None for slot in blob.slots))
 
-    def _end_load(self, load: _Load, completion: Completion) -> None:
+    def _end_load(self, load: Load, completion: Completion) -> None:
         told = iter(completion.arrived)
         arrived = []
         for blob in load.blobs:
@@ -301,7 +328,7 @@ class TieredConnector:
         self._stats = self._stats.with_load(completion)
         self._ended.append(completion)
 
-    def _end_store(self, store: _Store, completion: Completion) -> None:
+    def _end_store(self, store: Store, completion: Completion) -> None:
         told = iter(completion.arrived)
         for blob in store.blobs:
             if not next(told, False):
@@ -321,6 +348,9 @@ class TieredConnector:
             self._start(MoveKind.RECORD, blob)
         if self.disk is not None:
             self._unsaved.append(blob.key)
+            if len(self._unsaved) > 2 * self.host.num_slots:
+                # The disk does not keep up: most of these have been evicted.
+                self._unsaved = deque(key for key in dict.fromkeys(self._unsaved) if key in self.host)
             self._write_some()
 
     def _write_some(self) -> None:

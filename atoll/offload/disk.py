@@ -13,6 +13,7 @@ from atoll.offload.slab import Slab
 
 # Apart, so that a load which waits for a disk never waits for what is queued to be written.
 NUM_READERS = 2
+# One: what is written to a slot's record is written in the order in which it was asked for, a VOID before the record of what comes to lie there next.
 NUM_WRITERS = 1
 
 
@@ -28,6 +29,7 @@ class FileThreads:
         self._lock = threading.Lock()  # of all below
         self._ended: list[Completion] = []
         self._num_in_flight = 0
+        self._num_voids = 0  # that have not ended
         self._running: dict[threading.Thread, Move] = {}
         self._has_died = False
         self._is_closed = False
@@ -40,13 +42,14 @@ class FileThreads:
             MoveKind.WRITE: self._write,
             MoveKind.RECORD: self._record,
             MoveKind.VERIFY: self._verify,
+            MoveKind.VOID: self._void,
         }
         for thread in self._threads:
             thread.start()
 
     @property
     def num_in_flight(self) -> int:
-        """Moves that were submitted and not told of."""
+        """Moves that were submitted and are still to be told of."""
         with self._lock:
             return self._num_in_flight
 
@@ -56,15 +59,14 @@ class FileThreads:
         return not self._has_died and all(thread.is_alive() for thread in self._threads)
 
     def submit(self, moves: Sequence[Move]) -> None:
-        """Start them; the VOIDs are done on return."""
+        """Start them. None waits for a file here, so that no step does."""
         for move in moves:
-            if move.kind is MoveKind.VOID:
-                self._void(move)
-                continue
+            is_void = move.kind is MoveKind.VOID
             with self._lock:
-                self._num_in_flight += 1
+                self._num_in_flight += not is_void
+                self._num_voids += is_void
             if self._is_closed or not self.alive:
-                self._end(move, "the files' threads have ended")
+                self._refuse(move)
             else:
                 self._queue_of(move).put(move)
 
@@ -83,7 +85,7 @@ class FileThreads:
         if self._is_closed:
             return
         end_s = time.monotonic() + timeout_s
-        while self.num_in_flight > len(self._ended) and self.alive and time.monotonic() < end_s:
+        while (self._num_voids or self.num_in_flight > len(self._ended)) and self.alive and time.monotonic() < end_s:
             time.sleep(0.001)
         self._is_closed = True
         for moves, num_threads in ((self._read_queue, NUM_READERS), (self._write_queue, NUM_WRITERS)):
@@ -117,8 +119,17 @@ class FileThreads:
     def _end(self, move: Move, error: str | None, seconds: float = 0.0) -> None:
         num_bytes = 0 if error else max(len(move.host_slots), len(move.disk_slots)) * self._host.page_bytes
         with self._lock:
+            if move.kind is MoveKind.VOID:
+                self._num_voids -= 1
+                return
             self._ended.append(Completion(move.generation, (error is None,), seconds, num_bytes, error))
             self.done.set()
+
+    def _refuse(self, move: Move) -> None:
+        if move.kind is MoveKind.VOID and not self._is_closed:
+            # The thread has died, and not the disk: what is forgotten shall not be found again.
+            self._void(move)
+        self._end(move, "the files' threads have ended")
 
     def _queue_of(self, move: Move) -> "queue.SimpleQueue[Move | None]":
         return self._read_queue if move.kind in (MoveKind.READ, MoveKind.VERIFY) else self._write_queue
@@ -139,7 +150,7 @@ class FileThreads:
             except queue.Empty:
                 return
             if move is not None:
-                self._end(move, "the files' threads have ended")
+                self._refuse(move)
 
     def _parts(self, move: Move) -> list[memoryview]:
         return [self._host.view(slot) for slot in move.host_slots]
@@ -164,9 +175,10 @@ class FileThreads:
         is_good = self._host_slab.verify(move.blob_kind, move.digest, move.host_slots, self._parts(move))
         return None if is_good else f"{self._host_slab.path}: the bytes of a {move.blob_kind} blob are not those that were written"
 
-    def _void(self, move: Move) -> None:
+    def _void(self, move: Move) -> str | None:
         for slab, slots in ((self._host_slab, move.host_slots), (self._disk_slab, move.disk_slots)):
             if slab is not None and slots:
                 # A record that stays: other bytes that come to lie there will not have its checksum.
                 with contextlib.suppress(OSError):
                     slab.void(slots)
+        return None

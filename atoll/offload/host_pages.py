@@ -6,10 +6,11 @@ How the tiers' sides meet:
   order of `Transfer.pages`. `Metadata.note` is None or a tuple of `Move` (`atoll.offload.moves`).
 - `TierWorker` (worker side) owns one `HostPages` and perhaps one `FileThreads` (`atoll.offload.disk`; None where no tier is a file). It copies between pool
   and host slots for the transfers, and hands the moves on:
-  `register`: `host_pages.pin()` on CUDA. `run`: first `files.submit(metadata.note)`, then the copies: a VOID among the moves is done when `submit` returns, and
-  must be, before a store writes into these host slots. `poll`: its own completions and `files.poll()`. `wait`: `files.done` is a `threading.Event` which is set
-  while `files.poll` would tell something; `files.num_in_flight` counts moves without a completion. `close`: its copies, then `files.close(timeout_s)`, then
-  `host_pages.close()`.
+  `register`: `host_pages.pin()` on CUDA. `run`: first `files.submit(metadata.note)`, then the copies. `poll`: its own completions and `files.poll()`. `wait`:
+  `files.done` is a `threading.Event` which is set while `files.poll` would tell something; `files.num_in_flight` counts moves without a completion. `close`:
+  its copies, then `files.close(timeout_s)`, then `host_pages.close()`.
+- A VOID is done by the thread that writes, before any record that is asked for after it. Bytes may come to lie under the old record meanwhile: it has another
+  checksum, so a process that is killed then leaves nothing that would be taken for a blob.
 - A slot has one writer at a time, and no reader beside it; the connector sees to that. A RECORD or WRITE of host slots comes in a later metadata than the
   completion of the store that filled them, a load in a later one than the completion of its READ or VERIFY.
 """

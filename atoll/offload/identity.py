@@ -8,8 +8,9 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from atoll.kv.layout import PageLayout
 
-# Values of a weight tensor that enter the fingerprint. Two sets of weights that differ at all differ nearly everywhere.
-_SAMPLE = 1024
+# Values of a weight tensor on a GPU that enter one sum of the fingerprint; a row of most tensors has more, so models that differ in one row are two.
+_BLOCK = 1024
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a value
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class StoreIdentity:
 
     model_type: str
     config: str  # fingerprint of everything that the model's config says
-    weights: str  # fingerprint of a sample of every weight
+    weights: str  # fingerprint of all weights
     scales: str  # fingerprint of the scales that lie in no page (fp8_tensor)
     dtype: str
     device: str  # cpu or cuda: their sums differ in the last bits
@@ -52,7 +53,7 @@ def make_identity(
     slot_bytes: int = 0,
     image_pages: int = 0,
 ) -> StoreIdentity:
-    """Reads a sample of every weight once: waits for the device."""
+    """Reads every weight once, and waits for the device."""
     hasher = xxh3_128()
     for scale in scales:
         hasher.update(b"none" if scale is None else scale.detach().float().cpu().numpy().tobytes())
@@ -76,13 +77,13 @@ def make_identity(
 
 
 def fingerprint(model: object) -> str:
-    """Of name, shape, dtype and a strided sample of the values of every tensor that the model holds."""
+    """Of name, shape, dtype and all values of every tensor that the model holds."""
     hasher = xxh3_128()
     num_tensors = 0
     for name, tensor in named_tensors(model):
         num_tensors += 1
         hasher.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        hasher.update(_sample(tensor))
+        hasher.update(_content(tensor))
     assert num_tensors, "a model without a tensor has no fingerprint"
     return hasher.hexdigest()
 
@@ -113,13 +114,18 @@ def named_tensors(model: object) -> Iterator[tuple[str, torch.Tensor]]:
     yield from walk("model", model)
 
 
-def _sample(tensor: torch.Tensor) -> bytes:
+def _content(tensor: torch.Tensor) -> memoryview:
+    """What changes with any value: the bytes where they are at hand, sums of them where they would have to come from a GPU."""
     if tensor.layout is not torch.strided:
         # oneDNN's packed layout: has no values by place.
         tensor = tensor.to_dense()
-    if tensor.numel() == 0:
-        return b""
-    flat = tensor.detach().reshape(-1)
-    # An odd stride, so that it does not fall on one column of a matrix with an even number of them.
-    stride = max(1, flat.numel() // _SAMPLE) | 1
-    return flat[::stride].contiguous().view(torch.uint8).cpu().numpy().tobytes()
+    values = tensor.detach().reshape(-1).contiguous().view(_INTEGERS[tensor.element_size()])
+    at_hand = values if values.device.type == "cpu" else block_sums(values).cpu()
+    return at_hand.numpy().data
+
+
+def block_sums(values: torch.Tensor) -> torch.Tensor:
+    """Sums of each block of integers, the last of what is left over: the same in whatever order a device adds."""
+    num_whole = len(values) // _BLOCK * _BLOCK
+    sums = values[:num_whole].view(-1, _BLOCK).sum(1, dtype=torch.int64)
+    return torch.cat([sums, values[num_whole:].sum(dtype=torch.int64)[None]])

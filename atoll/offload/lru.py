@@ -18,10 +18,16 @@ class Blob:
     is_whole: bool = False  # its bytes are there
     is_verified: bool = True  # False: found in a file, and its checksum not compared yet
     move: int | None = None  # generation of the READ or VERIFY that will make it whole and verified
+    is_late: bool = False  # nobody waits for that move any more
     num_pins: int = 0  # of what is in flight: it is neither evicted nor are its slots given to another
     is_dropped: bool = False  # no longer found; its slots come back with the last pin
     fresh: tuple[int, ...] = ()  # of its slots, those that were never used before
     retired: tuple[int, ...] = ()  # of its slots, those that will not come back
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether its bytes are there, or on their way and waited for."""
+        return self.is_whole or (self.move is not None and not self.is_late)
 
 
 class Tier:

@@ -13,7 +13,7 @@ class MoveKind(StrEnum):
     WRITE = "write"  # host slots to disk slots, then their records
     RECORD = "record"  # checksums and records of host slots in the mapped file; the bytes are there
     VERIFY = "verify"  # bytes of host slots in the mapped file against their records, once after a restart
-    VOID = "void"  # records of host slots (mapped file) and of disk slots, before other bytes come to lie there: done when `submit` returns, never completed
+    VOID = "void"  # records of host slots (mapped file) and of disk slots, before whatever is recorded there next; never completed
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@
 The header says of which model, layout and format the pages are; a file of another is refused whole. A record names what lies in its slot: kind, digest, which
 part of how many, the store's random id, so that parts of two stores never make one blob, and the checksum of the bytes; and it has a checksum of its own.
 Order of a write: records voided, bytes, records. A process that is killed leaves its writes to the file in this order, since the kernel has them as each call
-returns; what a power cut tears, the checksums find. Knows no tier and no request.
+returns; what a power cut tears, and what memory that is mapped holds under a record of before, the checksums find. Knows no tier and no request.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ from xxhash import xxh3_64_intdigest
 from atoll.errors import ConfigError
 from atoll.offload.base import BlobKind
 
-VERSION = 1  # of this layout, and of how digests are made
+VERSION = 2  # of this layout, and of how digests and fingerprints are made
 _MAGIC = b"ATOLSLAB"
 _HEADER_BYTES = 4096
 _HEADER = struct.Struct("<8sIIQQ")  # magic, version, bytes of the JSON text behind it, number of slots, checksum of all the rest

@@ -59,7 +59,7 @@ class TierWorker:
     def run(self, metadata: Metadata, fence: Fence) -> None:
         if self._files is not None and metadata.note is not None:
             assert isinstance(metadata.note, tuple)
-            # First: a record is void before other bytes come to lie in its slots.
+            # First, so that a record is soon void which other bytes come to lie under. Until it is, its checksum tells that they are others.
             self._files.submit(metadata.note)
         # A request waits for each load, so each tells of itself; nobody waits for a store, and few copies cost less than many.
         for load in metadata.loads:

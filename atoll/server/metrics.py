@@ -151,11 +151,12 @@ class ServerMetrics:
             (GaugeMetricFamily, "used_bytes", "Bytes that a tier holds."),
             (GaugeMetricFamily, "capacity_bytes", "Bytes that a tier can hold."),
             (GaugeMetricFamily, "num_blobs", "Pages and states that a tier holds."),
+            (GaugeMetricFamily, "is_suspect", "Whether a tier does not answer, so that what it alone holds is computed."),
             (CounterMetricFamily, "num_evicted", "Pages and states that a tier gave up for others."),
             (CounterMetricFamily, "num_failures", "Operations of a tier that failed."),
         )
         for kind, name, text in of_tiers:
-            family = kind(f"atoll:offload_tier_{name.removeprefix('num_')}", text, labels=("model_name", "tier"))
+            family = kind(f"atoll:offload_tier_{name.removeprefix('num_').removeprefix('is_')}", text, labels=("model_name", "tier"))
             for tier in offload.tiers:
                 family.add_metric((self._model_name, tier.name), getattr(tier, name))
             yield family

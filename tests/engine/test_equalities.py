@@ -10,7 +10,7 @@ from atoll.engine.request import Request
 from atoll.engine.reuse import PrefixReuse
 from atoll.engine.scheduler import Scheduler
 from atoll.kv import FILLS
-from atoll.kv.prefix import Match
+from atoll.kv.prefix_match import Match
 from tests.engine.tiny import make_llm, prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -1,6 +1,7 @@
 """A scheduler with a slow connector over a shadow, driven as the engine drives them; checks every page, row, state and blob after every step."""
 
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -12,7 +13,7 @@ from atoll.engine.step import Step
 from atoll.kv.guard import ReleaseGuard
 from atoll.kv.ledger import PageLedger
 from atoll.kv.slot_ledger import SlotLedger
-from atoll.offload.base import BlobKind, Metadata, Transfer
+from atoll.offload.base import BlobKind, Metadata, Span, Transfer
 from atoll.offload.base_worker import Fence
 from tests.engine.shadow import ALPHABET, Shadow, ShadowEngine, contents
 from tests.offload.memories import ShadowMemory
@@ -67,15 +68,57 @@ class OffloadShadowEngine(ShadowEngine):
         self.now_s = 0.0
         assert self.scheduler.offloader is not None
         self.scheduler.offloader._clock = lambda: self.now_s
+        self._check_what_is_spared()
+        self._note_what_arrives()
         self.image_pages = image_pages if slots is not None else 0
         self.live: dict[int, Request] = {}
         self.finished: list[Request] = []
         self.num_steps = 0
         self.num_bare_steps = 0  # without rows
         self.num_verified = 0  # blobs
+        self.num_spared = 0  # look-ups of a request that still waits
         self._next_id = 0
+        self._arrived: defaultdict[int, list[Span]] = defaultdict(list)  # of loads that a request waited for before its first admission
         self._wanted: dict[Key, tuple[Any, ...]] = {}
         self._seen: set[Key] = set()
+
+    def _check_what_is_spared(self) -> None:
+        """A request that is not looked up again would be found as it was."""
+        scheduler = self.scheduler
+        waits_still = scheduler._waits_still
+
+        def checked(request: Request, reserved: int, budget: int) -> bool:
+            spared = waits_still(request, reserved, budget)
+            if spared:
+                assert scheduler._wait is not None
+                now = scheduler._reuse.look_up(request)
+                assert replace(now, misses=Counter()) == replace(scheduler._wait.match, misses=Counter()), (
+                    "what is in the pool of a waiting request has changed"
+                )
+                self.num_spared += 1
+            return spared
+
+        scheduler._waits_still = checked  # type: ignore[method-assign]
+
+    def _note_what_arrives(self) -> None:
+        offloader = self.scheduler.offloader
+        assert offloader is not None
+        adopt = offloader._adopt
+
+        def noted(load: Any, arrived: Sequence[bool]) -> None:
+            for request in load.requests:
+                if request.prefix.num_cached_tokens is None:
+                    self._arrived[request.request_id] += [span for span, has_come in zip(load.transfer.spans, arrived, strict=True) if has_come]
+            adopt(load, arrived)
+
+        offloader._adopt = noted  # type: ignore[method-assign]
+
+    def check_fetched(self, request: Request) -> None:
+        """No more of a request's tokens count as fetched than what arrived for it can have brought."""
+        arrived, use = self._arrived[request.request_id], request.prefix
+        has_state = any(span.kind is BlobKind.STATE for span in arrived)
+        limit = (use.num_cached_tokens or 0) if has_state else sum(span.kind is BlobKind.KV for span in arrived) * self.scheduler.config.page_size
+        assert 0 <= use.num_fetched_tokens <= limit, f"{use.num_fetched_tokens} tokens count as fetched, {limit} at most were"
 
     def outcome(self, transfer: Transfer, is_load: bool) -> list[bool]:
         if self.random.random() >= 4 * self.fail_rate:
@@ -113,6 +156,7 @@ class OffloadShadowEngine(ShadowEngine):
 
     def end(self, request: Request, *, discard: bool = False) -> None:
         self.note_names(request)
+        self.check_fetched(request)
         pages = list(request.pages)
         super().end(request, discard=discard)
         if discard:

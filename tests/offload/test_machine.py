@@ -10,6 +10,7 @@ import pytest
 from atoll.config import CHECKPOINT_POLICIES
 from atoll.engine import scheduler
 from atoll.engine.offloader import Offloader
+from atoll.engine.reuse import PrefixReuse
 from atoll.errors import PoolError
 from atoll.kv.guard import ReleaseGuard
 from atoll.kv.prefix import PrefixCache
@@ -161,6 +162,7 @@ def walk(seeds: Iterable[int], num_deeds: int = DEEDS) -> Counter[str]:
             lost_loads=engine.connector.num_lost_loads,
             lost_stores=engine.connector.num_lost_stores,
             verified_blobs=engine.num_verified,
+            spared_lookups=engine.num_spared,
         )
     return figures
 
@@ -177,6 +179,7 @@ def test_ten_thousand_random_steps() -> None:
         "lost_loads": 50,
         "lost_stores": 100,
         "verified_blobs": 5_000,
+        "spared_lookups": 500,
     }
     assert all(figures[name] >= count for name, count in least.items()), figures
 
@@ -247,6 +250,16 @@ def in_the_order_in_which_loads_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(scheduler, "_enqueue", lambda queue, request: queue.append(request))
 
 
+def what_was_found_once(patch: pytest.MonkeyPatch) -> None:
+    """Whatever has become of the pool since a waiting request was looked up."""
+    patch.setattr(PrefixCache, "stands", lambda self, match: True)
+
+
+def whatever_is_usable_was_fetched(patch: pytest.MonkeyPatch) -> None:
+    """Of a request that has waited for a load, though others may have computed it."""
+    patch.setattr(PrefixReuse, "_num_fetched", lambda self, use: use.match.num_tokens - use.fetch_base if use.fetch_base is not None else 0)
+
+
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     loads_ahead_of_the_fence: "is copied ahead of the fence",
     told_before_the_copies: "is told before its copies",
@@ -258,6 +271,8 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     bad_pages_that_a_lease_keeps_known: "is bad, and still found by its name",
     in_the_order_in_which_loads_end: "not in order of arrival",
     state_kept_without_its_pages: "is not of its tokens|from a state that is not its own",
+    whatever_is_usable_was_fetched: "tokens count as fetched",
+    what_was_found_once: "what is in the pool of a waiting request has changed",
 }
 
 

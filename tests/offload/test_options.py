@@ -4,12 +4,14 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 
 from atoll.errors import ConfigError
 from atoll.kv.layout import PageLayout
 from atoll.models import load_model
+from atoll.offload import identity
 from atoll.offload.identity import StoreIdentity, fingerprint, make_identity, named_tensors
 from atoll.offload.options import DEFAULT_HOST_BYTES, DiskOptions, HostOptions, OffloadOptions, parse_offload
 
@@ -56,6 +58,38 @@ def test_the_scheduler_side_runs_without_torch() -> None:
 
 def identity_of(model: object) -> StoreIdentity:
     return make_identity(model, "config", PageLayout(1, 1, 64, 16), dtype=torch.bfloat16, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("row", [0, 3, 4000, 8190])
+@pytest.mark.parametrize("by_sums", [False, True], ids=["bytes", "sums"])
+def test_one_row_of_an_embedding_makes_another_model(by_sums: bool, dtype: torch.dtype, row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where only a new token's row was trained: pages of prompts with that token are not the other model's. By sums, as on a GPU."""
+    if by_sums:
+        content = identity._content
+        monkeypatch.setattr(identity, "_content", lambda tensor: identity.block_sums(torch.from_numpy(np.asarray(content(tensor)))).numpy().data)
+    weight = torch.randint(1, 100, (8191, 257)).to(dtype)
+    before = fingerprint({"weight": weight})
+    weight[row] += 1
+    assert fingerprint({"weight": weight}) != before
+    weight[row] -= 1
+    assert fingerprint({"weight": weight}) == before
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [torch.zeros(0), torch.tensor(1.0), torch.zeros(3, dtype=torch.bool), torch.zeros(4).to(torch.float8_e4m3fn), torch.ones(4, 6)[:, ::2], torch.ones(3, 2).T],
+    ids=["empty", "scalar", "bool", "float8", "strided", "transposed"],
+)
+def test_weights_of_any_form_have_a_fingerprint(weight: torch.Tensor) -> None:
+    assert fingerprint({"weight": weight}) == fingerprint({"weight": weight.clone()})
+
+
+def test_rows_in_another_order_make_another_model() -> None:
+    weight = torch.randn(64, 2048)
+    order = torch.arange(64)
+    order[[8, 9]] = order[[9, 8]]
+    assert fingerprint({"weight": weight}) != fingerprint({"weight": weight[order]})
 
 
 def test_the_fingerprint_is_of_every_weight_and_the_same_each_time() -> None:

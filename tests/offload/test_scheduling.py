@@ -181,6 +181,27 @@ def test_requests_run_in_order_of_arrival_though_their_loads_end_in_another(benc
     bench.check()
 
 
+def test_what_others_compute_is_not_fetched(bench: Bench) -> None:
+    """A load has come, and is evicted before its request runs; meanwhile somebody computes the same."""
+    bench.store(LONG)
+    late = bench.add(LONG)
+    bench.step()
+    bench.worker.advance(bench.worker.loads[0])
+    bench.engine._take_completions()
+    scheduler = bench.engine.scheduler
+    request = scheduler.waiting.popleft()
+    assert request.request_id == late and request.prefix.brought
+    evict_all(bench.llm)
+    bench.connector.drop([*bench.connector.index])
+    bench.worker.release()
+    bench.add(LONG)
+    bench.run()
+    scheduler.waiting.append(request)
+    bench.run()
+    assert bench.outputs[late].num_cached_tokens >= 2 * GRID and bench.outputs[late].num_fetched_tokens == 0
+    bench.check()
+
+
 # Those who go on without.
 
 

@@ -168,7 +168,7 @@ def damage(path: Path, offset: int, data: bytes) -> Slab:
         (other_identity, r"another model, layout or format \(page_size None there, 16 here; weights 'aa' there, 'bb' here\); delete it to start anew"),
         (lambda path: open_slab(path, num_slots=9), "was made for 8 pages, the size given holds 9; give 12288B"),
         (lambda path: damage(path, 0, b"x"), "is no store of Atoll's"),
-        (lambda path: damage(path, 8, b"\x63"), "has version 99, this is version 1"),
+        (lambda path: damage(path, 8, b"\x63"), "has version 99, this is version 2"),
         (lambda path: damage(path, 40, b"x"), "has a damaged header; delete it"),
     ],
 )

@@ -1,15 +1,12 @@
 """The tiers' scheduler side: what is found, what lies where, what is evicted, and that nothing in flight loses its slots."""
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from atoll.offload import BlobKind, Completion, Found, Span, Transfer
+from atoll.offload import BlobKind, Completion, Found, Transfer
 from atoll.offload.connector import TieredConnector
 from atoll.offload.lru import Tier
 from atoll.offload.moves import MoveKind
-from tests.offload.tier_kit import IMAGE_PAGES, FakeWorker, digest, kv, make_connector, state, store, turn, values_of
+from tests.offload.tier_kit import FakeWorker, digest, kv, make_connector, state, store, turn, values_of
 
 
 def test_what_was_stored_is_found_and_comes_back() -> None:
@@ -147,6 +144,59 @@ def test_a_slow_disk_holds_a_quarter_of_the_host_tier_and_gets_the_rest_later() 
     assert {int.from_bytes(name) for _, name in connector.disk.keys} == {1, 2, *range(21, 27)}
 
 
+def test_a_disk_that_never_writes_costs_no_memory() -> None:
+    connector, worker = make_connector(8, 1000), FakeWorker()
+    for number in range(1, 200):
+        assert connector.prepare_store(Transfer(number, (kv(number, number),))) is not None
+        worker.run(connector.build_metadata(0, ()))
+        connector.complete([done for i in reversed(range(len(worker.in_flight))) if worker.in_flight[i][0] == "store" for done in worker.finish(i)])
+        # The first that waits to be written stays in use.
+        connector.lookup([digest(3)], 0)
+    assert len(connector._unsaved) <= 2 * connector.host.num_slots
+    # What is left is written when the disk does, the first that came first.
+    turn(connector, worker)
+    assert connector.disk is not None
+    assert {int.from_bytes(name) for _, name in connector.disk.keys} == {1, 2, 3, *range(195, 200)}
+
+
+def on_disk_alone(num_host: int) -> tuple[TieredConnector, FakeWorker]:
+    """A chain of eight pages, with states after the second and the last, in front of which the host tier holds something else."""
+    connector, worker = make_connector(num_host, 40), FakeWorker()
+    for number in range(1, 9):
+        store(connector, worker, number, [kv(number, number)])
+    for number in (2, 8):
+        store(connector, worker, 10 + number, [state(number, (11, 12, 13))])
+    for number in range(30, 30 + num_host):
+        store(connector, worker, number, [kv(number, number)])
+    return connector, worker
+
+
+@pytest.mark.parametrize(("num_host", "num_pages", "states"), [(4, 4, set()), (5, 5, {2}), (9, 8, {2}), (10, 8, {2}), (11, 8, {2, 8})])
+def test_no_more_is_promised_of_the_disk_than_the_host_tier_can_hold(num_host: int, num_pages: int, states: set[int]) -> None:
+    connector, worker = on_disk_alone(num_host)
+    chain = [digest(number) for number in range(1, 9)]
+    assert connector.lookup(chain, 0) == Found(num_pages, frozenset(states))
+    assert connector.lookup(chain, 8).states == ({2, 8} if num_host >= 3 else set())
+    reach = max(states, default=num_pages)
+    load = Transfer(100, (*(kv(number, 20 + number) for number in range(1, reach + 1)), *([state(reach, (51, 52, 53))] if states else [])))
+    assert connector.after_allocation(load)
+    # What others hold is not there to be promised: another load of the same blobs is free.
+    assert connector.lookup(chain, 0).num_pages >= reach
+    (told,) = turn(connector, worker)
+    assert told.ok
+
+
+def test_control_a_promise_that_the_host_tier_cannot_hold_is_read_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = TieredConnector._slots_to_hold
+    monkeypatch.setattr(TieredConnector, "_slots_to_hold", lambda self, key: None if needs(self, key) is None else 0)
+    connector, worker = on_disk_alone(9)
+    assert connector.lookup([digest(number) for number in range(1, 9)], 0) == Found(8, frozenset({2, 8}))
+    assert connector.after_allocation(Transfer(100, (*(kv(number, 20 + number) for number in range(1, 9)), state(8, (51, 52, 53)))))
+    (told,) = turn(connector, worker)
+    # The state is there, the page before it not: of a hybrid nothing can be used.
+    assert told.arrived == (*[True] * 6, False, False, True)
+
+
 def test_two_loads_that_want_a_blob_from_the_disk_have_it_read_once() -> None:
     connector, worker = make_connector(1, 4), FakeWorker()
     store(connector, worker, 1, [kv(1, 11)])
@@ -254,116 +304,3 @@ def test_unknown_completions_are_ignored() -> None:
     # It has not been sent: nobody can have ended it.
     assert connector.complete([Completion(2, (True,))]) == []
     assert turn(connector, worker)[0].generation == 2
-
-
-class TierMachine(RuleBasedStateMachine):
-    """Any order of calls and of ends, with failures: whatever is told to have arrived is what its name says, and no slot has two hands on it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.connector = make_connector(6, 9, is_mapped=True)
-        self.worker = FakeWorker()
-        self.generation = 0
-        self.page = 0
-        self.loads: dict[int, Transfer] = {}
-        self.stores: dict[int, Transfer] = {}
-
-    def pages(self, count: int) -> tuple[int, ...]:
-        self.page += count
-        return tuple(range(self.page - count, self.page))
-
-    def span(self, number: int, is_state: bool) -> Span:
-        return state(number, self.pages(IMAGE_PAGES)) if is_state else kv(number, self.pages(1)[0])
-
-    def told(self, completions: list[Completion]) -> None:
-        for done in completions:
-            if (load := self.loads.pop(done.generation, None)) is not None:
-                assert len(done.arrived) == len(load.spans)
-                for span, has_come in zip(load.spans, done.arrived, strict=True):
-                    if has_come:
-                        assert [self.worker.pool[page] for page in span.pages] == values_of(span)
-            else:
-                assert self.stores.pop(done.generation).generation == done.generation
-
-    @rule(numbers=st.lists(st.tuples(st.integers(0, 7), st.booleans()), min_size=1, max_size=4, unique=True))
-    def offer(self, numbers: list[tuple[int, bool]]) -> None:
-        spans = tuple(self.span(*number) for number in numbers)
-        for span in spans:
-            self.worker.pool.update(zip(span.pages, values_of(span), strict=True))
-        self.generation += 1
-        taken = self.connector.prepare_store(Transfer(self.generation, spans))
-        if taken is not None:
-            self.stores[self.generation] = taken
-
-    @rule(numbers=st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True))
-    def fetch(self, numbers: list[int]) -> None:
-        names = [digest(number) for number in numbers]
-        found = self.connector.lookup(names, 0)
-        spans = [self.span(number, False) for number in numbers[: found.num_pages]]
-        if found.states and max(found.states) <= found.num_pages:
-            spans.append(self.span(numbers[max(found.states) - 1], True))
-        self.generation += 1
-        if spans and self.connector.after_allocation(load := Transfer(self.generation, tuple(spans))):
-            self.loads[self.generation] = load
-
-    @rule()
-    def step(self) -> None:
-        self.worker.run(self.connector.build_metadata(0, ()))
-
-    @precondition(lambda self: self.worker.in_flight)
-    @rule(data=st.data(), fails=st.integers(0, 4))
-    def end_one(self, data: st.DataObject, fails: int) -> None:
-        index = data.draw(st.integers(0, len(self.worker.in_flight) - 1))
-        self.told(self.connector.complete(self.worker.finish(index, fails=fails == 0)))
-
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        for known in (self.loads, self.stores):
-            if known:
-                generation = data.draw(st.sampled_from(sorted(known)))
-                if self.connector.cancel(generation):
-                    del known[generation]
-
-    @rule(number=st.integers(0, 7))
-    def forget(self, number: int) -> None:
-        self.connector.forget([digest(number)])
-        assert self.connector.lookup([digest(number)], 0) == Found()
-
-    @invariant()
-    def books_agree(self) -> None:
-        self.connector.check()
-        self.worker.check_writers()
-
-    def teardown(self) -> None:
-        for _ in range(100):
-            if self.connector.has_pending_work:
-                self.worker.run(self.connector.build_metadata(0, ()))
-                self.told(self.connector.complete(self.worker.finish_all()))
-        assert not self.connector.has_pending_work and not self.loads and not self.stores
-        self.connector.check()
-        assert self.connector.host.num_available == self.connector.host.num_slots
-
-
-# Without shrinking: the negative control would spend minutes on it.
-MACHINE = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, phases=[Phase.generate], report_multiple_bugs=False, suppress_health_check=list(HealthCheck)
-)
-
-
-def test_random_orders() -> None:
-    run_state_machine_as_test(TierMachine, settings=MACHINE)
-
-
-def test_random_orders_find_missing_pins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tier, "_make_room", _evict_anything)
-    with pytest.raises(AssertionError):
-        run_state_machine_as_test(TierMachine, settings=settings(MACHINE, max_examples=2000, derandomize=True))
-
-
-def _evict_anything(tier: Tier, num_slots: int) -> None:
-    """Eviction as it would be without pins."""
-    while len(tier._used) + tier._end_fresh - tier._next_fresh < num_slots and tier._blobs:
-        blob = next(iter(tier._blobs.values()))
-        del tier._blobs[blob.key]
-        blob.is_dropped = True
-        tier._free(blob)

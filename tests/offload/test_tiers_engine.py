@@ -44,6 +44,24 @@ def test_fetched_after_a_restart_equals_computed(name: str, tiers: str, tmp_path
     assert num_fetched >= 0.7 * sum(map(len, WORK))
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_a_host_tier_smaller_than_a_prompt_loads_what_it_can_use(name: str, tmp_path: Path) -> None:
+    """The disk has all twelve pages of the prompt; six of the host tier are in front of it."""
+    one = prompt(201, 201)
+    with make_llm(name) as llm:
+        page_bytes = llm.engine.pool.layout.page_bytes
+    with make_llm(name, offload=f"host:{6 * page_bytes}B,disk:{tmp_path}/:8MiB", state_checkpoint_interval_tokens=64) as llm:
+        outputs = []
+        for _ in range(4):
+            outputs += llm.generate([one], greedy())
+            llm.engine._drain(lambda llm=llm: llm.engine.has_pending_transfers, 10.0)
+            evict_all(llm)
+        assert tokens(outputs) == answers(name, [one]) * 4
+        assert llm.engine.offload_stats is not None and llm.engine.offload_stats.num_load_failures == 0
+        assert outputs[-1].num_fetched_tokens >= 4 * 16
+        llm.engine.check()
+
+
 def test_a_host_tier_of_more_memory_than_there_is_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the host tier of \d+ bytes is more memory than this machine gives .*; give a smaller size"):
         make_llm("llama", offload="host:900000TiB")

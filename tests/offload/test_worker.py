@@ -284,7 +284,7 @@ def test_moves_are_handed_on_before_the_copies_and_told_with_them(monkeypatch: p
     setting = Setting(worker=TierWorker(host, FakeFiles(log)))
     moves = (Move(0, MoveKind.VOID, host_slots=(3,)), Move(-1, MoveKind.WRITE, host_slots=(4,), disk_slots=(1,)))
     setting.run(stores=[transfer(1, [4], [3])], note=moves)
-    # A record must be void before a store writes over its slot.
+    # A record is to be void soon after a store writes over its slot.
     assert log == ["moves", "store"]
     assert {completion.generation for completion in setting.ended(2)} == {1, -1}
     setting.worker.wait(WAIT_S)

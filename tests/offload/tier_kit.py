@@ -1,6 +1,6 @@
 """A worker for the connector of the tiers that holds values instead of bytes, ends what it is told in any order, and finds two writers of one slot."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from atoll.offload.base import BlobKind, Completion, Metadata, Span, Transfer
@@ -29,8 +29,9 @@ def values_of(span: Span) -> list[tuple[str, bytes, int]]:
     return [(span.kind.value, span.digest, part) for part in range(len(span.pages))]
 
 
-def make_connector(num_host: int, num_disk: int = 0, *, is_mapped: bool = False) -> TieredConnector:
-    return TieredConnector(Tier("host", num_host, PAGE_BYTES), Tier("disk", num_disk, PAGE_BYTES) if num_disk else None, is_mapped=is_mapped)
+def make_connector(num_host: int, num_disk: int = 0, *, is_mapped: bool = False, clock: Callable[[], float] = lambda: 0.0) -> TieredConnector:
+    disk = Tier("disk", num_disk, PAGE_BYTES) if num_disk else None
+    return TieredConnector(Tier("host", num_host, PAGE_BYTES), disk, is_mapped=is_mapped, timeout_s=10.0, clock=clock)
 
 
 @dataclass

@@ -77,7 +77,7 @@ export class Figures {
     };
     fill(this.find("moved"), Object.keys(moved), (name) => row(moved[name][0], { moved: name }, moved[name][1], moved[name][2]));
     fill(this.find("tiers"), offload.tiers, (tier) => {
-      const item = row(tier.name, { tier: tier.name }, `${bytes(tier.used_bytes)} of ${bytes(tier.capacity_bytes)}`, "What is in use of this tier.");
+      const item = row(tier.name, { tier: tier.name }, `${bytes(tier.used_bytes)} of ${bytes(tier.capacity_bytes)}${tier.is_suspect ? ", does not answer" : ""}`, "What is in use of this tier.");
       const meter = document.createElement("meter");
       meter.max = tier.capacity_bytes;
       meter.value = tier.used_bytes;
