@@ -96,7 +96,11 @@ def run_decode(options: DecodeBenchOptions, on_case: Callable[[list[DecodeRow]],
         for shape in chosen:
             if report.lost is not None or (options.budget_s is not None and time.monotonic() - begin > options.budget_s):
                 break
-            rows = _CaseRun(shape, options, pool, report, refused).measure()
+            try:
+                rows = _CaseRun(shape, options, pool, report, refused).measure()
+            except Exception as error:
+                error.add_note(f"while {shape.name} was measured; the cases before it are kept")
+                raise
             report.rows += rows
             for row in rows:
                 row.roof_gbps = report.roof_gbps

@@ -156,6 +156,16 @@ def test_a_peer_that_breaks_the_device_ends_the_run_with_its_case_noted(monkeypa
     assert all(row.time_us is None and row.note for row in report.rows)
 
 
+def test_a_fault_of_ours_names_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*arguments: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr("atoll.bench.decode.own_fault", breaks)
+    with pytest.raises(RuntimeError) as caught:
+        run()
+    assert caught.value.__notes__ == [f"while {ONE} was measured; the cases before it are kept"]
+
+
 def test_what_cannot_be_built_is_not_tried_case_by_case(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [shape for shape in full_shapes() if shape.name.startswith(("35b-tp1/bf16/p64/q1/1x", "35b-tp1/bf16/p16/q1/4x"))]
     refused = compile_peers(["flashinfer_xqa", "leaky_control"], shapes, CPU, jobs=1)
