@@ -5,9 +5,10 @@ Each worker launches every variant once on a batch of empty sequences: compilati
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import triton
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
@@ -29,9 +30,10 @@ class Variant:
     backend: str = "triton"
 
     def key(self) -> tuple[object, ...]:
-        """Equal for variants that share their compiled kernels."""
-        lanes = self.shape.lanes
-        return self.shape.spec(mask_unowned_kv=self.mask_unowned_kv), self.config, self.batch, lanes == 1, lanes % 16 == 0
+        """Equal for variants that share their compiled kernels: these know whether there are splits or programs to merge, not how many."""
+        config, merged = self.config, bool(self.config.num_programs)
+        config = replace(config, num_splits=min(config.num_splits, 2), tiles_per_split=0, peel_above=0, num_programs=int(merged))
+        return self.backend, self.shape.spec(mask_unowned_kv=self.mask_unowned_kv), config, max(32, triton.next_power_of_2(self.shape.batch)) if merged else 1
 
     @property
     def batch(self) -> int:
@@ -76,6 +78,7 @@ def _build(variant: Variant) -> str | None:
     except RuntimeError as error:
         # How a pass that gives up on a tuning shows itself; anything else is a fault to see.
         if "PassManager" not in str(error):
+            error.add_note(f"while {variant.backend} was built with {variant.config} for {shape.name}")
             raise
         return str(error)
     return None

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from atoll.bench.compile import Variant, compile_variants, default_config
-from atoll.bench.gate import MAX_REL_ERROR, leaks, relative_error
+from atoll.bench.gate import above_limit, own_fault, relative_error
 from atoll.bench.peers import Adapter, DeviceLostError, PeerKey, compile_peers, peer_calls, peer_key
 from atoll.bench.report import variant_key
 from atoll.bench.rows import DecodeRow
@@ -23,6 +23,7 @@ L2State = Literal["warm", "cold"]
 
 # A kernel's rate counts for the roof only where its rows cannot have come from a cache.
 _FAR_ABOVE_L2_BYTES = 1 << 30
+_MAX_PEER_ERROR = 0.1
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,11 @@ def run_decode(options: DecodeBenchOptions, on_case: Callable[[list[DecodeRow]],
         for shape in chosen:
             if report.lost is not None or (options.budget_s is not None and time.monotonic() - begin > options.budget_s):
                 break
-            rows = _CaseRun(shape, options, pool, report, refused).measure()
+            try:
+                rows = _CaseRun(shape, options, pool, report, refused).measure()
+            except Exception as error:
+                error.add_note(f"while {shape.name} was measured; the cases before it are kept")
+                raise
             report.rows += rows
             for row in rows:
                 row.roof_gbps = report.roof_gbps
@@ -195,9 +200,9 @@ class _CaseRun:
             row = self._row(work, plan.backend, flag, l2)
             row.config = config_name(plan.config)
             out, _ = decode_attention(work.q, work.kv, plan)
-            self._gate(row, work, out)
-            if flag and row.note is None and leaks(work, plan):
-                self._fail(row, "an unowned row reached the output")
+            row.rel_error, fault = own_fault(work, plan, out)
+            if fault is not None:
+                self._fail(row, fault)
             found.append((row, calls))
             if flag and noise:
                 again = self._row(work, plan.backend, flag, l2)
@@ -214,7 +219,7 @@ class _CaseRun:
             try:
                 if row.note is None:
                     calls, out = peer_calls(adapter, work)
-                    self._gate(row, work, out, ours=False)
+                    self._gate_peer(row, work, out)
             except DeviceLostError as error:
                 row.note = str(error)
                 self.report.lost = f"{name} broke the device: {error}"
@@ -230,12 +235,11 @@ class _CaseRun:
         shape, order = self.shape, self.options.page_order
         return DecodeRow(shape.name, shape.batch, shape.ctx, backend, flag, 0, l2, costs.bytes, costs.flops, page_order=order, run=self.options.run)
 
-    def _gate(self, row: DecodeRow, work: Workload, out: torch.Tensor, *, ours: bool = True) -> None:
+    def _gate_peer(self, row: DecodeRow, work: Workload, out: torch.Tensor) -> None:
         """Others may trade accuracy for speed (fp8 Q and P: 3 %): their error is told, not judged, unless it is no answer at all."""
         row.rel_error = relative_error(work, out)
-        limit = MAX_REL_ERROR if ours else 0.1
-        if not row.rel_error <= limit:
-            self._fail(row, f"error {row.rel_error:.3g} against the reference is above {limit}")
+        if not row.rel_error <= _MAX_PEER_ERROR:
+            self._fail(row, above_limit(row.rel_error, _MAX_PEER_ERROR))
 
     def _fail(self, row: DecodeRow, reason: str) -> None:
         row.note = reason

@@ -1,5 +1,6 @@
 """Others' kernels in a decode bench: a workload as the probe's problem, so that the probe's adapters can be timed, and their builds in parallel."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import BrokenExecutor
@@ -15,6 +16,8 @@ from atoll.probe.adapters import get_adapter
 from atoll.probe.cases import Case, DecodeProblem
 from atoll.probe.parallel import process_pool
 
+log = logging.getLogger(__name__)
+
 Adapter = Callable[[DecodeProblem], Callable[[], tuple[torch.Tensor, torch.Tensor | None]]]
 PeerKey = tuple[str, DecodeShape]
 
@@ -22,6 +25,7 @@ PeerKey = tuple[str, DecodeShape]
 MAX_PREPARED_BYTES = 4 << 30
 # Each build may be several compilers of a GB or two.
 MAX_BUILDS = 8
+MAX_TOLD = 2000  # characters of what a build failed with
 
 
 class DeviceLostError(BackendError):
@@ -113,7 +117,11 @@ def _build(key: PeerKey, device: torch.device) -> str | None:
     try:
         peer_calls(get_adapter(name), BenchPool([shape], device).workload(shape))
     except RuntimeError as error:  # of a peer, or of a device that the last peer in this process broke
-        return str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if error.__cause__ is not None:
+            # No refusal: a compiler's message has many lines, of which the row keeps the first.
+            log.warning("%s for %s: %s", name, shape.name, str(error.__cause__)[-MAX_TOLD:])
+        return reason
     return None
 
 

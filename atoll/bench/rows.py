@@ -64,10 +64,11 @@ def _device_id(device: torch.device) -> str | None:
 
 
 def append_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Append one line per row; makes the folder where it is missing."""
+    """Append one line per row, all in one write: who is killed leaves all of them or none. Makes the folder where it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    with path.open("ab", buffering=0) as file:
+        file.write(lines.encode())
 
 
 def read_decode_rows(path: Path) -> list[tuple[DecodeRow, Environment]]:

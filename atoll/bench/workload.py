@@ -11,7 +11,7 @@ import torch
 from atoll.bench.shapes import DecodeShape
 from atoll.bench.timing import Call
 from atoll.kv.layout import PageLayout
-from atoll.ops.attention import DecodePlan, PagedKV, decode_attention
+from atoll.ops.attention import DecodePlan, PagedKV, decode_attention, plan_decode
 from atoll.ops.attention.costs import kv_row_bytes
 from atoll.ops.quant.formats import storage_dtype
 
@@ -24,6 +24,9 @@ _FILL_ELEMENTS = 1 << 26
 _TENSOR_SCALES = (0.7, 1.3)
 
 
+_CHECKED_SEQUENCES = 3
+
+
 @dataclass(frozen=True)
 class Workload:
     """One shape's call; `tables[c]` names other pages for each copy `c`, so that calls over many copies find no row in a cache."""
@@ -33,6 +36,15 @@ class Workload:
     kv: PagedKV
     lengths: list[int]
     tables: torch.Tensor  # [copies, B, MP] int32; no page is named twice; lanes past a sequence's end name page 0
+
+    @functools.cached_property
+    def reference(self) -> tuple[list[int], torch.Tensor]:
+        """A few sequences, and what copy 0 gives for them in fp32 from the same stored rows, [n, QL, HQ, D]."""
+        batch = self.shape.batch
+        chosen = sorted({0, batch // 2, batch - 1})[:_CHECKED_SEQUENCES]
+        spec = replace(self.shape.spec(), q_dtype=torch.float32)
+        plan = plan_decode(spec, [self.lengths[i] for i in chosen], self.tables[0, chosen], backend="reference")
+        return chosen, decode_attention(self.q[chosen].float(), self.kv, plan)[0]
 
     def calls(self, plan: DecodePlan) -> list[Call]:
         """One call per copy, all with the plan's lengths and workspace."""

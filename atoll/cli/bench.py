@@ -14,6 +14,7 @@ from atoll.errors import ConfigError
 if TYPE_CHECKING:
     from atoll.bench.decode import DecodeBenchOptions, DecodeReport
     from atoll.bench.rows import DecodeRow
+    from atoll.bench.tune import Tuned
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure speed.")
 
@@ -120,8 +121,18 @@ def _finish(report: "DecodeReport", *, as_json: bool) -> None:
 def _tune(options: "DecodeBenchOptions", keep: "Callable[[list[DecodeRow]], None]", *, as_json: bool) -> None:
     from atoll.bench.tune import run_tune
 
-    all_tuned = run_tune(options, on_case=lambda tuned: None if as_json else typer.echo(tuned.line()))
-    keep([row for tuned in all_tuned for row in tuned.rows(options.backend, options.seed)])
+    num_tuned = 0
+
+    def on_case(tuned: "Tuned") -> None:
+        nonlocal num_tuned
+        num_tuned += 1
+        keep(list(tuned.rows(options.seed, options.run)))
+        if not as_json:
+            typer.echo(tuned.line())
+
+    all_tuned = run_tune(options, on_case)
+    if num_tuned < len(all_tuned):
+        typer.echo(f"{len(all_tuned) - num_tuned} cases were left out (time budget)", err=True)
 
 
 def emit_rows(found: list[dict[str, Any]], out: Path | None, *, as_json: bool) -> None:

@@ -12,10 +12,12 @@ import torch
 
 from atoll.errors import ConfigError
 from atoll.offload import host_pages as host_pages_module
+from atoll.offload import stream_copier
+from atoll.offload.copier import Way
 from atoll.offload.driver import CopyAttributes, Driver
 from atoll.offload.host_pages import HostPages
 from atoll.offload.runs import make_runs
-from atoll.offload.stream_copier import addresses, choose_issue
+from atoll.offload.stream_copier import Issue, StreamCopier, addresses, choose_issue
 from tests.offload.regions import PAGE_BYTES, random_rows
 
 STREAM = 0x7F0000001000  # a pointer: more than 32 bits
@@ -105,6 +107,30 @@ def test_a_batch_copies_all_runs_in_one_call(batch: str) -> None:
     fault, host, expected = copied(fake.driver.copy_batch)
     assert fault is None and torch.equal(host, expected)
     assert (fake.num_copies, fake.num_calls) == (3, 1)
+
+
+@pytest.mark.parametrize("issue", ["batch", "each"])
+@pytest.mark.parametrize("way", Way)
+def test_many_runs_are_issued_in_parts_and_none_after_a_failure(way: Way, issue: Issue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_copier, "MAX_BATCH", 2)
+    # Five runs, as no two are adjacent on both sides: parts of 2, 2 and 1.
+    pages, slots = [5, 9, 7, 12, 30], [8, 11, 16, 20, 2]
+    for fail_at, num_copied in ((None, 5), (3, 3), (4, 4)):
+        cuda, pool, host, runs = FakeCuda(fail_at=fail_at), random_rows(40, 0), random_rows(30, 1), make_runs(pages, slots)
+        parts, copy = list[int](), getattr(cuda.driver, f"copy_{issue}")
+        monkeypatch.setattr(cuda.driver, f"copy_{issue}", lambda *arrays, parts=parts, copy=copy: [parts.append(len(arrays[0])), copy(*arrays)][1])
+        expected_pool, expected_host = pool.clone(), host.clone()
+        in_order = [(int(page), int(slot)) for page, slot in zip(runs.pages, runs.slots, strict=True)][:num_copied]
+        for page, slot in in_order:
+            if way is Way.LOAD:
+                expected_pool[page] = host[slot]
+            else:
+                expected_host[slot] = pool[page]
+        copier = StreamCopier.__new__(StreamCopier)  # without a GPU's streams
+        copier._pool, copier._host, copier._driver, copier.issue = pool, host, cuda.driver, issue
+        fault = copier._issue_runs(way, runs, SimpleNamespace(cuda_stream=STREAM))  # type: ignore[arg-type]
+        assert (fault is None) == (fail_at is None) and parts == {None: [2, 2, 1], 3: [2, 2], 4: [2, 2, 1]}[fail_at]
+        assert torch.equal(pool, expected_pool) and torch.equal(host, expected_host)
 
 
 def test_each_run_is_a_call() -> None:

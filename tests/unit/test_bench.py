@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.bench import decode as bench_decode
-from atoll.bench import timing
+from atoll.bench import gate, timing
 from atoll.bench.compile import Variant, compile_variants
 from atoll.bench.decode import DecodeBenchOptions, DecodeReport, run_decode
 from atoll.bench.gate import leaks, relative_error
@@ -207,7 +206,7 @@ def test_adapter_that_refuses_or_is_wrong_has_a_note_and_no_time() -> None:
 
 
 def test_kernel_that_leaks_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_decode, "leaks", lambda work, plan: True)
+    monkeypatch.setattr(gate, "leaks", lambda work, plan: True)
     report = run()
     assert [r.time_us is None for r in report.rows] == [True, True, False]
     assert len(report.gate_failures) == 1

@@ -156,6 +156,16 @@ def test_a_peer_that_breaks_the_device_ends_the_run_with_its_case_noted(monkeypa
     assert all(row.time_us is None and row.note for row in report.rows)
 
 
+def test_a_fault_of_ours_names_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*arguments: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr("atoll.bench.decode.own_fault", breaks)
+    with pytest.raises(RuntimeError) as caught:
+        run()
+    assert caught.value.__notes__ == [f"while {ONE} was measured; the cases before it are kept"]
+
+
 def test_what_cannot_be_built_is_not_tried_case_by_case(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [shape for shape in full_shapes() if shape.name.startswith(("35b-tp1/bf16/p64/q1/1x", "35b-tp1/bf16/p16/q1/4x"))]
     refused = compile_peers(["flashinfer_xqa", "leaky_control"], shapes, CPU, jobs=1)
@@ -165,6 +175,18 @@ def test_what_cannot_be_built_is_not_tried_case_by_case(monkeypatch: pytest.Monk
     monkeypatch.setattr("atoll.bench.decode._compile", lambda shapes, options: {peer_key("leaky_control", shapes[0]): "no compiler"})
     [row] = [row for row in run(adapters={"leaky_control": get_adapter("leaky_control")}).rows if row.backend == "leaky_control"]
     assert (row.time_us, row.note) == (None, "no compiler")
+
+
+def test_what_a_compiler_said_is_told_and_a_refusal_only_noted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(problem: DecodeProblem) -> PeerCall:
+        raise RuntimeError("Ninja build failed.\nmha.cu(1): error: no such type")
+
+    monkeypatch.setattr(peers, "get_adapter", lambda name: fails)
+    assert set(compile_peers(["peer"], [full_shapes()[0]], CPU, jobs=1).values()) == {"RuntimeError: Ninja build failed."}
+    assert "mha.cu(1): error: no such type" in caplog.text
+    monkeypatch.setattr(peers, "get_adapter", get_adapter)
+    caplog.clear()
+    assert compile_peers(["flashinfer_xqa"], [full_shapes()[0]], CPU, jobs=1) and not caplog.text
 
 
 def test_a_cold_peer_reads_other_tables_in_each_call_or_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
