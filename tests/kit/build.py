@@ -112,7 +112,7 @@ def gluon_launches(spec: DecodeSpec, target: str) -> list[Launch]:
 def balanced_launches(spec: DecodeSpec, target: str) -> list[Launch]:
     """The Hopper backend's kernel of one launch, two programs a multiprocessor."""
     config = gluon_decode_sm90.config(spec, BatchShape(16, 16384, 132))
-    config = replace(config, num_splits=1, num_programs=264)
+    config = gluon_decode_sm90.one_launch(spec, config, 264)
     return _decode_launches(gluon_decode_sm90, "decode_balanced_kernel", spec, target, 16, 16384, config)
 
 

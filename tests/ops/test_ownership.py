@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 
 import pytest
 import torch
@@ -113,7 +112,7 @@ def launched() -> Iterator[dict[str, Future[CaseReport]]]:
 
 def probe_one_launch(case: Case, num_programs: int) -> CaseReport:
     config = gluon_decode_sm90.config(case.spec, BatchShape(len(case.seq_lens), max(case.seq_lens), 132))
-    return probe_case(BackendAdapter("gluon_sm90", replace(config, num_splits=1, num_programs=num_programs)), case, device="cuda")
+    return probe_case(BackendAdapter("gluon_sm90", gluon_decode_sm90.one_launch(case.spec, config, num_programs)), case, device="cuda")
 
 
 @pytest.mark.gpu

@@ -115,8 +115,14 @@ def candidates(spec: DecodeSpec, shape: BatchShape) -> list[DecodeConfig]:
         splits = {triton_decode.choose_num_splits(spec, shape, usual.tile, n) for n in slots}
         programs = {min(n, tiles) for n in slots} if can_balance(spec, shape.batch) else set()
         found += [replace(usual, num_splits=n) for n in sorted(splits)]
-        found += [replace(usual, num_splits=1, num_programs=n) for n in sorted(programs)]
+        found += [one_launch(spec, usual, n) for n in sorted(programs)]
     return found
+
+
+def one_launch(spec: DecodeSpec, usual: DecodeConfig, num_programs: int) -> DecodeConfig:
+    """A tuning of the split kernel for the balanced one, whose loop over segments takes more registers than the compiler finds by itself (Triton 3.7)."""
+    roomy = usual.num_warps <= 4 and is_fp8(spec.kv_format) and block_rows(spec) * spec.head_dim <= 8 * 256
+    return replace(usual, num_splits=1, num_programs=num_programs, max_registers=224 if roomy else None)
 
 
 def can_balance(spec: DecodeSpec, batch: int) -> bool:
