@@ -61,6 +61,28 @@ def repair_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_tensor_with_index
+    _patch_once_a_launch(interpreter)
+
+
+def _patch_once_a_launch(interpreter: Any) -> None:
+    """Triton puts its stand-ins into `triton.language` at every call of a device function, which takes longer than most of these do: the launch's will do."""
+    import triton.language as tl
+
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[int] = set()  # modules, in the launch that runs
+
+    def patch_what_is_new(fn: Any) -> Any:
+        seen = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
+        if seen and seen <= patched:
+            return interpreter._LangPatchScope()
+        patched.update(seen)
+        return patch(fn)
+
+    def launch_anew(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        return launch(self, *args, **kwargs)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_what_is_new, launch_anew
 
 
 @contextmanager
