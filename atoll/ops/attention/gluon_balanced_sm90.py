@@ -19,6 +19,8 @@ from atoll.ops.attention.gluon_kernel_sm90 import (
     _first_copies,
     _load_query,
     _make_ring,
+    _owned_tiles,
+    _value_scale,
     _write_output,
     program_barrier,
 )
@@ -31,15 +33,6 @@ GROUP_PARTS = gl.constexpr(8)
 @gluon.jit
 def _add(a, b):
     return a + b
-
-
-@gluon.jit
-def _owned_tiles(row_hi, query_len, window, TILE: gl.constexpr, WINDOW: gl.constexpr):
-    """A sequence's first owned row, and the tiles [first, last) that hold one."""
-    row_lo = gl.maximum(row_hi - query_len - window + 1, 0) if WINDOW else row_hi * 0
-    first_tile = row_lo // TILE
-    last_tile = (row_hi + TILE - 1) // TILE
-    return row_lo, first_tile, last_tile
 
 
 @gluon.jit
@@ -247,11 +240,7 @@ def decode_balanced_kernel(
                 gl.minimum(next_first + end - stop, next_last), next_lo, next_hi, i_next % num_heads // ROW_BLOCKS, TILE, S, WINDOW, STAGES,
             )  # fmt: skip
 
-            v_scale = 1.0
-            if PER_TOKEN:
-                v_scale = v_unit
-            elif FP8:
-                v_scale = gl.load(v_scale_ptr)
+            v_scale = _value_scale(v_scale_ptr, v_unit, FP8, PER_TOKEN)
             b_sum = gl.sum(p_sum, 0)
             first = pair_lo // share
             last = (pair_lo + num_tiles - 1) // share

@@ -310,6 +310,15 @@ def _load_query(
 
 
 @gluon.jit
+def _owned_tiles(row_hi, query_len, window, TILE: gl.constexpr, WINDOW: gl.constexpr):
+    """A sequence's first owned row, and the tiles [first, last) that hold one."""
+    row_lo = gl.maximum(row_hi - query_len - window + 1, 0) if WINDOW else row_hi * 0
+    first_tile = row_lo // TILE
+    last_tile = (row_hi + TILE - 1) // TILE
+    return row_lo, first_tile, last_tile
+
+
+@gluon.jit
 def _first_copies(
     k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, table_ptr, tile_lo, tile_hi, row_lo, row_hi, i_h,
     TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
@@ -398,6 +407,17 @@ def _attend_tiles(
                 phase = gl.where(i_slot == STAGES, phase ^ 1, phase)
                 i_slot = gl.where(i_slot == STAGES, 0, i_slot)
     return acc0, acc1, p_sum, b_max, v_unit, i_slot, phase
+
+
+@gluon.jit
+def _value_scale(v_scale_ptr, v_unit, FP8: gl.constexpr, PER_TOKEN: gl.constexpr):
+    """What the summed values are in units of."""
+    if PER_TOKEN:
+        return v_unit
+    elif FP8:
+        return gl.load(v_scale_ptr)
+    else:
+        return 1.0
 
 
 @gluon.jit
@@ -531,9 +551,7 @@ def decode_tma_kernel(
     row_hi = gl.load(seq_lens_ptr + i_b)
 
     # Rows [row_lo, row_hi) are owned; tiles that hold one are shared out over the splits, by the rule of `owned_tiles` in combine.py.
-    row_lo = gl.maximum(row_hi - query_len - window + 1, 0) if WINDOW else 0
-    first_tile = row_lo // TILE
-    last_tile = (row_hi + TILE - 1) // TILE
+    row_lo, first_tile, last_tile = _owned_tiles(row_hi, query_len, window, TILE, WINDOW)
     per_split = gl.maximum((last_tile - first_tile + num_splits - 1) // num_splits, 1)
     per_split = gl.where(tiles_per_split > 0, tiles_per_split, per_split)
     num_used = gl.maximum((last_tile - first_tile + per_split - 1) // per_split, 1)
@@ -561,11 +579,7 @@ def decode_tma_kernel(
             GROUP, M, H, W, TILE, S, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, STAGES, NUM_WARPS, SHARED_Q, mma,
         )  # fmt: skip
 
-        v_scale = 1.0
-        if PER_TOKEN:
-            v_scale = v_unit
-        elif FP8:
-            v_scale = gl.load(v_scale_ptr)
+        v_scale = _value_scale(v_scale_ptr, v_unit, FP8, PER_TOKEN)
         b_sum = gl.sum(p_sum, 0)
         if SPLIT:
             o_m = first_m + gl.arange(0, M, layout=gl.SliceLayout(0, mma))
