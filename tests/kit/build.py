@@ -98,14 +98,22 @@ def decode_launches(spec: DecodeSpec, target: str) -> list[Launch]:
     return _decode_launches(triton_decode, "decode_split_kernel", spec, target, 16, 16384)
 
 
+def merge_launches(spec: DecodeSpec, target: str) -> list[Launch]:
+    """The combine kernel for a long sequence's many splits."""
+    return _decode_launches(triton_decode, "decode_split_kernel", spec, target, 1, 65536)[1:]
+
+
 def gluon_launches(spec: DecodeSpec, target: str) -> list[Launch]:
-    """The Hopper backend's kernels, with every tuning that it has: for a middling batch, for one that fills the device, for a long sequence alone."""
-    shapes = dict.fromkeys(((16, 16384), (64, 4096), (256, 16384), (1, 65536)))
+    """The Hopper backend's kernels, with every tuning that it has: for a middling batch, one that fills the device, a long sequence alone.
+
+    Without prefetching there is less of them.
+    """
+    shapes = ((16, 16384), (64, 4096), (256, 16384), (1, 65536))
     found: dict[object, Launch] = {}
     for batch, seq_len in shapes:
         for launch in _decode_launches(gluon_decode_sm90, "decode_tma_kernel", spec, target, batch, seq_len):
             arguments = launch.arguments
-            found.setdefault((launch.kernel, *(arguments.get(name) for name in ("TILE", "STAGES", "NUM_WARPS"))), launch)
+            found.setdefault((launch.kernel, *(arguments.get(name) for name in ("TILE", "STAGES", "NUM_WARPS", "CHUNK"))), launch)
     return list(found.values())
 
 

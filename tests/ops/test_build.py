@@ -8,7 +8,18 @@ import pytest
 import torch
 
 from atoll.ops.attention import DecodeSpec
-from tests.kit.build import SHARED_LIMITS, TARGETS, Cost, append_launches, balanced_launches, build_costs, decode_launches, gluon_launches, uncounted
+from tests.kit.build import (
+    SHARED_LIMITS,
+    TARGETS,
+    Cost,
+    append_launches,
+    balanced_launches,
+    build_costs,
+    decode_launches,
+    gluon_launches,
+    merge_launches,
+    uncounted,
+)
 from tests.kit.workers import compiling_pool
 
 
@@ -46,6 +57,8 @@ ONE_LAUNCH = {
     "one launch fp8_token p16 d128 rows 16": spec("fp8_token", 16, 128, 4, 4),
 }
 
+MERGE = spec("bf16", 64, 256, 8, window=1 << 16, sinks=True)
+
 Builds = dict[tuple[str, str], Future[list[Cost]]]
 
 
@@ -56,6 +69,7 @@ def builds() -> Iterator[Builds]:
     jobs = [(name, decode_launches, spec) for name, spec in DECODE.items()] + [(name, append_launches, spec) for name, spec in APPEND.items()]
     builds = {(name, "sm_90"): pool.submit(build_costs, gluon_launches, spec, "sm_90") for name, spec in GLUON.items()}
     builds |= {(name, "sm_90"): pool.submit(build_costs, balanced_launches, spec, "sm_90") for name, spec in ONE_LAUNCH.items()}
+    builds |= {("merge", target): pool.submit(build_costs, merge_launches, MERGE, target) for target in TARGETS}
     builds |= {(name, target): pool.submit(build_costs, launches_of, spec, target) for target in TARGETS for name, launches_of, spec in jobs}
     for target in ("sm_90", "gfx942"):
         # One warp's registers for 128 x 256 fp32 accumulators.
@@ -74,6 +88,12 @@ def test_builds_without_spills(name: str, target: str, builds: Builds, record_pr
     assert [cost.fault for cost in costs if cost.fault] == []
     kernels = {cost.kernel for cost in costs}
     assert kernels == ({"append_kv_kernel"} if name in APPEND else {"decode_split_kernel", "combine_kernel"})
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_merge_of_many_splits_builds_without_spills(target: str, builds: Builds) -> None:
+    [cost] = builds["merge", target].result()
+    assert (cost.kernel, cost.fault) == ("combine_kernel", None)
 
 
 @pytest.mark.parametrize("name", [*GLUON, *ONE_LAUNCH])

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from atoll.ops.attention.plan import DecodePlan
+from atoll.ops.attention.spec import DecodeSpec
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -21,8 +22,7 @@ NUM_WARPS = 1
 def combine(out: torch.Tensor, lse: torch.Tensor, plan: DecodePlan, sinks: torch.Tensor | None) -> None:
     """Launch the merge of `plan.partial_o` and `plan.partial_lse` (base 2) into `out` and `lse` (natural)."""
     spec, cfg = plan.spec, plan.config
-    # batch_invariant: the order of the sum depends on the sequence's own splits alone, not on how many the plan has room for.
-    chunk = 2 * CHUNK if cfg.num_splits > CHUNK and not spec.batch_invariant else CHUNK
+    chunk = chunk_of(spec, cfg.num_splits)
     block_d = min(spec.head_dim, BLOCK_D * CHUNK // chunk)
     combine_kernel[(spec.num_q_heads, plan.batch * spec.query_len, spec.head_dim // block_d)](
         out,
@@ -48,6 +48,11 @@ def combine(out: torch.Tensor, lse: torch.Tensor, plan: DecodePlan, sinks: torch
         num_warps=NUM_WARPS,
         **launch_options(out.device),
     )
+
+
+def chunk_of(spec: DecodeSpec, num_splits: int) -> int:
+    """Splits that are added at a time. With batch_invariant their sum's order depends on the sequence's own splits, not on how many the plan has room for."""
+    return 2 * CHUNK if num_splits > CHUNK and not spec.batch_invariant else CHUNK
 
 
 @functools.cache
