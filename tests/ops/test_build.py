@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.kit.build import (
     decode_launches,
     gluon_launches,
     merge_launches,
+    steps_before_wait,
     uncounted,
 )
 from tests.kit.workers import compiling_pool
@@ -124,6 +126,44 @@ def test_what_is_counted_is_there_to_be_read(name: str, builds: Builds) -> None:
 def test_a_count_that_says_too_little_is_seen(wanted: str, instead: str, said: str, builds: Builds) -> None:
     [cost] = builds[next(iter(ONE_LAUNCH)), "sm_90"].result()
     assert any(said in fault for fault in uncounted(re.sub(wanted, instead, cost.ptx)))
+
+
+# A length and pages that may be old, which must not stay in this multiprocessor's own cache (.cg); and a length that the kernel before has waited for.
+PREFETCH = [
+    "ld.global.cg.b32 seq_lens_ptr",
+    "ld.global.cg.b32 page_table_ptr",
+    "cp.async.bulk.prefetch.L2.global k_ptr",
+    "cp.async.bulk.prefetch.L2.global v_ptr",
+]
+MERGE_SETUP = ["ld.global.b32 seq_lens_ptr", "griddepcontrol.launch_dependents"]
+
+
+@pytest.mark.parametrize("name", [*DECODE, *GLUON, *ONE_LAUNCH, "merge"])
+def test_nothing_else_is_read_before_the_kernel_before_has_ended(name: str, builds: Builds) -> None:
+    for cost in builds[name, "sm_90"].result():
+        early = MERGE_SETUP if cost.kernel == "combine_kernel" else PREFETCH if "prefetch" in cost.ptx else []
+        assert steps_before_wait(cost) == early
+
+
+WAIT_LATER = (r"(griddepcontrol\.wait;)([\s\S]*?ld\.global[^;]*;)", r"\2\1")
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "wanted", "instead"),
+    [
+        ("gluon fp8_tensor p16 d256 rows 8", PREFETCH, *WAIT_LATER),
+        ("gluon fp8_tensor p16 d256 rows 8", PREFETCH, r"ld\.global\.cg", "ld.global"),
+        ("gluon fp8_tensor p16 d256 rows 8", PREFETCH, r"(griddepcontrol\.wait;) (griddepcontrol\.launch_dependents;)", r"\2 \1"),
+        ("merge", MERGE_SETUP, *WAIT_LATER),
+        ("merge", MERGE_SETUP, r"(griddepcontrol\.launch_dependents;)([^;]*)(griddepcontrol\.wait;)", r"\3\2\1"),
+        ("merge", MERGE_SETUP, r"\[combine_kernel_param_5\]", "[combine_kernel_param_4]"),
+    ],
+)
+def test_what_is_read_too_soon_is_seen(name: str, steps: list[str], wanted: str, instead: str, builds: Builds) -> None:
+    cost = builds[name, "sm_90"].result()[0]
+    edited, count = re.subn(wanted, instead, cost.ptx, count=1)
+    assert count == 1
+    assert steps_before_wait(cost) == steps != steps_before_wait(replace(cost, ptx=edited))
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])

@@ -158,6 +158,7 @@ def test_taking_out_a_bound_of_the_prefetch_is_seen(name: str, tmp_path: Path) -
     edit, said = BOUNDS[name]
     module = mutated_backend("gluon_sm90", "gluon_kernel_sm90.py", [edit], tmp_path)
     with pytest.raises(OutOfRangeError, match=said):
+        # Of a window, whose start wraps; and all rows of INT_MAX would take hours where nothing waits.
         stale_launch(stale_case(16, 300), module)
 
 
