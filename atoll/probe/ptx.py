@@ -129,6 +129,7 @@ def _prefetch(addresses: np.ndarray, num_bytes: np.ndarray, lanes: np.ndarray) -
 
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "mov.b32": lambda source: source,
+    "and.b32": np.bitwise_and,
     "setp.ne.b32": np.not_equal,
     "cvt.rn.f16x2.e4m3x2": _widen_e4m3_pair,
     "prmt.b32": _permute_bytes,

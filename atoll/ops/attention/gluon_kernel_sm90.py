@@ -56,6 +56,13 @@ def _widen_halves(x):
 
 
 @gluon.jit
+def _keep(mask, x):
+    """x of 16 bits where `mask`, else 0: two by one instruction."""
+    ones = gl.where(mask, -1, 0).to(gl.int16)
+    return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [x, ones], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
 def _owns(first, row_lo, row_hi, S: gl.constexpr, WINDOW: gl.constexpr):
     """Whether a page that begins with row `first` holds an owned row."""
     if WINDOW:
@@ -169,14 +176,14 @@ def _load_values(v_tile, m_v, H: gl.constexpr, FP8: gl.constexpr, MASK: gl.const
     if FP8:
         b_v = v_tile.permute((1, 0)).load(a_layout)
         if MASK:
-            b_v = gl.where(m_v, b_v, gl.zeros_like(b_v))  # owned: values
+            b_v = _keep(m_v, b_v)  # owned: values
         return _widen_halves(b_v)
     else:
         v0 = v_tile.slice(0, H, dim=1).permute((1, 0)).load(a_layout)
         v1 = v_tile.slice(H, H, dim=1).permute((1, 0)).load(a_layout)
         if MASK:
-            v0 = gl.where(m_v, v0, gl.zeros_like(v0))  # owned: first half of wide values
-            v1 = gl.where(m_v, v1, gl.zeros_like(v1))  # owned: second half of wide values
+            v0 = _keep(m_v, v0)  # owned: first half of wide values
+            v1 = _keep(m_v, v1)  # owned: second half of wide values
         return v0, v1
 
 
