@@ -99,7 +99,7 @@ GLUON = [
     gluon("second half of wide values", "_keep(m_v, v1)", "v1", HOPPER_WIDE),
     gluon("drafts", "gl.minimum(row_hi, position_0 + i_t + 1)", "row_hi", HOPPER_DRAFTS, "control"),
     gluon("windows of drafts", "(o_v > position_0 + i_t - window)", "(o_v >= 0)", HOPPER_WINDOW, "control"),
-    gluon("seen values", "not _is_finite(b_o0, b_o1)", "i_tile < 0", HOPPER_DRAFTS, "control"),
+    gluon("seen values", "_holds_nan(v_tile, m_v & ~m_common, H, FP8, a_layout)", "i_tile < 0", HOPPER_DRAFTS, "control"),
     gluon("left edge", "(common_lo + TILE - 1) // TILE", "common_lo // TILE", Case(hopper_spec(window=100), (1, 150, 200))),
     gluon("right edge", "common_hi // TILE", "(common_hi + TILE - 1) // TILE", HOPPER_PLAIN),
     gluon("scales", "_owns(o_row, row_lo, row_hi, 1, WINDOW)", "(o_row >= 0)", Case(hopper_spec("fp8_token"), (1, 17, 40)), fill="max"),

@@ -202,10 +202,18 @@ def _multiply_keys(k_tile, q0, q1, M: gl.constexpr, H: gl.constexpr, TILE: gl.co
 
 
 @gluon.jit
-def _is_finite(x0, x1):
-    """Whether no value of two tensors [H, M] is NaN or infinite."""
-    infinite = gl.where((gl.abs(x0) < float("inf")) & (gl.abs(x1) < float("inf")), 0, 1)
-    return gl.max(gl.max(infinite, 0), 0) == 0
+def _holds_nan(v_tile, rows, H: gl.constexpr, FP8: gl.constexpr, a_layout: gl.constexpr):
+    """Whether V's rows where `rows` hold NaN, or of 16 bits infinity, which 0 turns into NaN."""
+    rows = gl.expand_dims(rows, 0)
+    if FP8:
+        b_v = v_tile.permute((1, 0)).load(a_layout)
+        found = ((b_v & 0x7F) == 0x7F) | ((b_v & 0x7F00) == 0x7F00)
+    else:
+        EXPONENT: gl.constexpr = 0x7C00 if v_tile.dtype == gl.float16 else 0x7F80
+        v0 = v_tile.slice(0, H, dim=1).permute((1, 0)).load(a_layout).to(gl.int16, bitcast=True)
+        v1 = v_tile.slice(H, H, dim=1).permute((1, 0)).load(a_layout).to(gl.int16, bitcast=True)
+        found = ((v0 & EXPONENT) == EXPONENT) | ((v1 & EXPONENT) == EXPONENT)
+    return gl.max(gl.max(gl.where(found & rows, 1, 0), 0), 0) == 1
 
 
 @gluon.jit
@@ -269,29 +277,29 @@ def _attend_tile(
         m_v = o_v < row_hi
         if WINDOW:
             m_v = m_v & (o_v >= row_lo)
-        v0, v1 = _load_values(v_tile, m_v, H, FP8, MASK_KV, a_layout)
-        if MULTI_QUERY:
-            # Summed apart, as where they are summed token by token, so that the bits are the same.
-            zero = gl.zeros([H, M], gl.float32, mma)
-            b_o0 = mma_v2(v0, b_p, zero)
-            b_o1 = mma_v2(v1, b_p, zero)
-            if MASK_KV:
-                # A row that one query token sees may hold NaN, and another that does not see it must not meet it: 0 * NaN.
-                if not _is_finite(b_o0, b_o1):  # owned: seen values
-                    b_o0 = zero
-                    b_o1 = zero
-                    o_t = (first_m + gl.arange(0, M, layout=gl.SliceLayout(0, mma))) // GROUP
-                    for i_t in range(first_m // GROUP, gl.minimum((first_m + M - 1) // GROUP + 1, query_len)):
-                        v_hi = gl.minimum(row_hi, position_0 + i_t + 1) if CAUSAL else row_hi  # owned: drafts
-                        m_v = o_v < v_hi
-                        if WINDOW:
-                            m_v = m_v & (o_v > position_0 + i_t - window)  # owned: windows of drafts
-                        v0, v1 = _load_values(v_tile, m_v, H, FP8, True, a_layout)
-                        m_t = gl.expand_dims(o_t == i_t, 0)
-                        b_o0 = gl.where(m_t, mma_v2(v0, b_p, zero), b_o0)
-                        b_o1 = gl.where(m_t, mma_v2(v1, b_p, zero), b_o1)
-            return acc0 + b_o0, acc1 + b_o1, p_sum, b_top, v_unit
+        if MULTI_QUERY and MASK_KV:
+            # A row that one query token sees may hold NaN, and another that does not see it must not meet it: 0 * NaN.
+            m_common = o_v < (row_hi - query_len + 1 if CAUSAL else row_hi)
+            if WINDOW:
+                m_common = m_common & (o_v >= row_hi - window)
+            if _holds_nan(v_tile, m_v & ~m_common, H, FP8, a_layout):  # owned: seen values
+                o_t = (first_m + gl.arange(0, M, layout=gl.SliceLayout(0, mma))) // GROUP
+                zero = gl.zeros([H, M], gl.float32, mma)
+                for i_t in range(first_m // GROUP, gl.minimum((first_m + M - 1) // GROUP + 1, query_len)):
+                    m_t = o_v < (gl.minimum(row_hi, position_0 + i_t + 1) if CAUSAL else row_hi)  # owned: drafts
+                    if WINDOW:
+                        m_t = m_t & (o_v > position_0 + i_t - window)  # owned: windows of drafts
+                    t0, t1 = _load_values(v_tile, m_t, H, FP8, True, a_layout)
+                    m_rows = gl.expand_dims(o_t == i_t, 0)
+                    acc0 = gl.where(m_rows, acc0 + mma_v2(t0, b_p, zero), acc0)
+                    acc1 = gl.where(m_rows, acc1 + mma_v2(t1, b_p, zero), acc1)
+            else:
+                v0, v1 = _load_values(v_tile, m_v, H, FP8, True, a_layout)
+                acc0 = mma_v2(v0, b_p, acc0)
+                acc1 = mma_v2(v1, b_p, acc1)
+            return acc0, acc1, p_sum, b_top, v_unit
         else:
+            v0, v1 = _load_values(v_tile, m_v, H, FP8, MASK_KV, a_layout)
             return mma_v2(v0, b_p, acc0), mma_v2(v1, b_p, acc1), p_sum, b_top, v_unit
 
 
