@@ -64,6 +64,7 @@ def repair_interpreter() -> None:
     _patch_once_a_launch(interpreter)
     _check_overflow_at_once(interpreter)
     _remember_types(interpreter)
+    _share_shapes(tl.core)
 
 
 def _patch_once_a_launch(interpreter: Any) -> None:
@@ -114,6 +115,28 @@ def _remember_types(interpreter: Any) -> None:
         return found[scalar.name]
 
     interpreter._get_np_dtype = get_np_dtype
+
+
+def _share_shapes(core: Any) -> None:
+    """What a block type or a tensor keeps beside its own type is the same for all of one shape; Triton wraps each extent anew for every value."""
+    make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    of_types: dict[object, dict[str, Any]] = {}
+    of_tensors: dict[str, dict[str, Any]] = {}
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(core._unwrap_if_constexpr(extent) for extent in shape)
+        if key not in of_types:
+            make_type(self, element_ty, shape)
+            of_types[key] = dict(vars(self))
+        vars(self).update(of_types[key])
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in of_tensors:
+            make_tensor(self, handle, type)
+            of_tensors[type.name] = dict(vars(self))
+        vars(self).update(of_tensors[type.name], handle=handle, type=type, dtype=type.scalar)
+
+    core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
 
 
 @contextmanager
