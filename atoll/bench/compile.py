@@ -15,6 +15,7 @@ from triton.runtime.errors import OutOfResources
 from atoll.bench.shapes import DecodeShape
 from atoll.bench.workload import page_layout
 from atoll.ops.attention import BatchShape, DecodeConfig, choose_backend, decode_attention, plan_decode
+from atoll.ops.attention.combine import CHUNK
 from atoll.probe.parallel import MAX_PROCESSES, process_pool
 
 _POOL_PAGES = 2
@@ -30,9 +31,10 @@ class Variant:
     backend: str = "triton"
 
     def key(self) -> tuple[object, ...]:
-        """Equal for variants that share their compiled kernels: these know whether there are splits or programs to merge, not how many."""
+        """Equal for variants that share their compiled kernels: these know whether there are splits or programs to merge, and whether few splits or many."""
         config, merged = self.config, bool(self.config.num_programs)
-        config = replace(config, num_splits=min(config.num_splits, 2), tiles_per_split=0, peel_above=0, num_programs=int(merged))
+        splits = min(config.num_splits, 2 if config.num_splits <= CHUNK else CHUNK + 1)
+        config = replace(config, num_splits=splits, tiles_per_split=0, peel_above=0, num_programs=int(merged))
         return self.backend, self.shape.spec(mask_unowned_kv=self.mask_unowned_kv), config, max(32, triton.next_power_of_2(self.shape.batch)) if merged else 1
 
     @property

@@ -47,10 +47,10 @@ class Program:
         self.shared = SharedSpace()
 
     def program_id(self, axis: int) -> Value:
-        return Value(self.ids[axis], tl.int32)
+        return as_value(self.ids[axis])
 
     def num_programs(self, axis: int) -> Value:
-        return Value(self.sizes[axis], tl.int32)
+        return as_value(self.sizes[axis])
 
     def allocate(self, element_ty: tl.dtype, shape: Sequence[int], layout: Any, value: Value | None = None) -> SharedMemory:
         return self.shared.allocate(element_ty, shape, layout, value)

@@ -287,6 +287,8 @@ def _computation_dtype(x: str, x_number: bool, y: str, y_number: bool, division:
 def _convert(data: np.ndarray, source: tl.dtype, target: tl.dtype) -> np.ndarray:
     if source.name == target.name:
         return data
+    if source.is_ptr() and target.name == tl.int64.name:
+        return data
     if source.is_ptr() or target.is_ptr() or target.name == _FP8:
         raise NotInterpretedError(f"a conversion of {source} to {target} is not interpreted")
     if target.name == _INT1:

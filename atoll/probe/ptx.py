@@ -10,20 +10,23 @@ import numpy as np
 
 from atoll.probe.gluon_values import NotInterpretedError
 from atoll.probe.interpreter import E4M3FN
+from atoll.probe.watch import watch
 
-_REGISTER_BITS = {"r": 32, "h": 16}
-_HOLDERS = {16: np.uint16, 32: np.uint32}
+_REGISTER_BITS = {"h": 16, "r": 32, "l": 64}
+_DECLARED_BITS = {".pred": 1, ".b16": 16, ".b32": 32}
+_HOLDERS = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _E4M3FN_AS_FP16 = E4M3FN.astype(np.float16).view(np.uint16)
 
 # Order among kernels, which one by one they keep anyway.
 _NO_EFFECT = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
+_PREFETCH = "cp.async.bulk.prefetch.L2.global"
 
 
 def run_ptx(text: str, constraints: str, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The outputs, given the inputs as registers of the constraints' widths; `$0` and on are first outputs, then inputs."""
     operands = [c for c in constraints.replace(" ", "").split(",") if not c.startswith("~")]
-    if any(not re.fullmatch("=?[rh]", c) for c in operands):
-        raise NotInterpretedError(f"PTX constraints {constraints!r} are not interpreted: only r, h, =r and =h are")
+    if any(not re.fullmatch("=?[hrl]", c) for c in operands):
+        raise NotInterpretedError(f"PTX constraints {constraints!r} are not interpreted: only h, r and l are, with = or without")
     num_outputs = sum(c.startswith("=") for c in operands)
     if any(c.startswith("=") != (i < num_outputs) for i, c in enumerate(operands)) or len(operands) - num_outputs != len(inputs):
         raise TypeError(f"PTX constraints {constraints!r} do not fit {len(inputs)} inputs")
@@ -49,20 +52,31 @@ def _statements(text: str) -> list[str]:
 
 
 def _step(statement: str, registers: dict[str, np.ndarray], widths: dict[str, int]) -> None:
+    guard, _, statement = statement.partition(" ") if statement.startswith("@") else ("", "", statement)
     opcode, _, rest = statement.partition(" ")
+    if opcode == _PREFETCH:
+        addresses, num_bytes = (_read(operand.strip("[]"), registers) for operand in _operands(rest))
+        _prefetch(addresses, num_bytes, _read(guard[1:], registers) if guard else np.asarray(True))
+        return
+    if guard:
+        raise NotInterpretedError(f"PTX instruction {statement!r} is not interpreted under a predicate, where it may leave a register as it was")
     if opcode in _NO_EFFECT and not rest:
         return
     if opcode == ".reg":
         kind, _, names = rest.strip().partition(" ")
-        if kind not in (".b16", ".b32"):
+        if kind not in _DECLARED_BITS:
             raise NotInterpretedError(f"PTX registers of {kind} are not interpreted")
-        widths.update((name.strip(), int(kind[2:])) for name in names.split(","))
+        widths.update((name.strip(), _DECLARED_BITS[kind]) for name in names.split(","))
         return
     if opcode not in _INSTRUCTIONS:
         raise NotInterpretedError(f"PTX instruction {statement!r} is not interpreted")
-    target, *sources = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
+    target, *sources = _operands(rest)
     result = _INSTRUCTIONS[opcode](*(_read(source, registers) for source in sources))
     _write(target, result, registers, widths)
+
+
+def _operands(text: str) -> list[str]:
+    return re.findall(r"\{[^}]*\}|[^,\s]+", text)
 
 
 def _read(operand: str, registers: dict[str, np.ndarray]) -> np.ndarray:
@@ -103,8 +117,19 @@ def _permute_bytes(low: np.ndarray, high: np.ndarray, selector: np.ndarray) -> n
     return np.ascontiguousarray(both[..., digits]).view(np.uint32)[..., 0]
 
 
+def _prefetch(addresses: np.ndarray, num_bytes: np.ndarray, lanes: np.ndarray) -> None:
+    """cp.async.bulk.prefetch: changes nothing, but all that it names must be there, in whole units of 16 bytes."""
+    for address, size, wanted in zip(*(array.ravel().tolist() for array in np.broadcast_arrays(addresses, num_bytes, lanes)), strict=True):
+        if not wanted:
+            continue
+        if address % 16 or size % 16:
+            raise ValueError(f"a prefetch of {size} bytes at {address:#x}, which are not both multiples of 16")
+        watch.check_range(address, size, "prefetch")
+
+
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "mov.b32": lambda source: source,
+    "setp.ne.b32": np.not_equal,
     "cvt.rn.f16x2.e4m3x2": _widen_e4m3_pair,
     "prmt.b32": _permute_bytes,
 }

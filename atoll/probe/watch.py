@@ -41,6 +41,14 @@ class Watch:
             self.strays.append(f"{access} of {stray} lanes")
         return mask & inside
 
+    def check_range(self, start: int, num_bytes: int, access: str) -> None:
+        """Note a range of bytes that does not lie within one buffer."""
+        if self.starts is None or self.ends is None:
+            return
+        at = int(np.searchsorted(self.starts, np.uint64(start), side="right")) - 1
+        if at < 0 or start + num_bytes > int(self.ends[at]):
+            self.strays.append(f"{access} of {num_bytes} bytes at {start:#x}")
+
 
 # Of this process: an interpreter runs one kernel at a time.
 watch = Watch()

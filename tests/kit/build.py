@@ -68,6 +68,7 @@ class Cost:
     spill_bytes: int  # per thread
     shared_bytes: int  # per program
     ptx: str = field(default="", repr=False)  # NVIDIA's alone
+    pointers: tuple[str, ...] = ()  # the kernel's, in order
 
     @property
     def fault(self) -> str | None:
@@ -98,14 +99,22 @@ def decode_launches(spec: DecodeSpec, target: str) -> list[Launch]:
     return _decode_launches(triton_decode, "decode_split_kernel", spec, target, 16, 16384)
 
 
+def merge_launches(spec: DecodeSpec, target: str) -> list[Launch]:
+    """The combine kernel for a long sequence's many splits."""
+    return _decode_launches(triton_decode, "decode_split_kernel", spec, target, 1, 65536)[1:]
+
+
 def gluon_launches(spec: DecodeSpec, target: str) -> list[Launch]:
-    """The Hopper backend's kernels, with every tuning that it has: for a middling batch, for one that fills the device, for a long sequence alone."""
-    shapes = dict.fromkeys(((16, 16384), (64, 4096), (256, 16384), (1, 65536)))
+    """The Hopper backend's kernels, with every tuning that it has: for a middling batch, one that fills the device, a long sequence alone.
+
+    Without prefetching there is less of them.
+    """
+    shapes = ((16, 16384), (64, 4096), (256, 16384), (1, 65536))
     found: dict[object, Launch] = {}
     for batch, seq_len in shapes:
         for launch in _decode_launches(gluon_decode_sm90, "decode_tma_kernel", spec, target, batch, seq_len):
             arguments = launch.arguments
-            found.setdefault((launch.kernel, *(arguments.get(name) for name in ("TILE", "STAGES", "NUM_WARPS"))), launch)
+            found.setdefault((launch.kernel, *(arguments.get(name) for name in ("TILE", "STAGES", "NUM_WARPS", "CHUNK"))), launch)
     return list(found.values())
 
 
@@ -183,7 +192,8 @@ def build(launch: Launch, target: str) -> Cost:
     compiled = triton.compile(source, target=TARGETS[target], options=launch.options)
     name = launch.kernel.fn.__name__
     if "cubin" in compiled.asm:
-        return Cost(name, target, *_cubin_cost(compiled.asm["cubin"]), compiled.metadata.shared, compiled.asm["ptx"])
+        pointers = tuple(parameter for parameter, kind in signature.items() if kind.startswith("*"))
+        return Cost(name, target, *_cubin_cost(compiled.asm["cubin"]), compiled.metadata.shared, compiled.asm["ptx"], pointers)
     return Cost(name, target, *_amdgcn_cost(compiled.asm["amdgcn"]), compiled.metadata.shared)
 
 
@@ -206,6 +216,24 @@ def uncounted(ptx: str) -> list[str]:
         if not steps[i + 3].startswith("ld.global.cg"):
             faults.append(f"a count and then {steps[i + 3]}, from this multiprocessor's own cache")
     return faults
+
+
+def steps_before_wait(cost: Cost) -> list[str]:
+    """What a kernel does to global memory, and lets others do, before it waits for the kernel before it; with the pointers that an address is made of."""
+    assert "griddepcontrol.wait" in cost.ptx, f"{cost.kernel} never waits for the kernel before it"
+    before = cost.ptx.split("griddepcontrol.wait")[0]
+    steps = re.findall(r"\b(griddepcontrol\.\w+|cp\.async\.bulk[.\w:]*|(?:st|ld|atom|red)\.global[.\w]*)(?:[^;\[]*\[\s*(%rd\d+))?", before)
+    # Triton adds pointers of its own after the kernel's.
+    named = dict(zip(re.findall(r"\.param \.u64 \.ptr [^,)]*?(\w+_param_\d+)", cost.ptx), cost.pointers, strict=False))
+    return [" ".join([step, *(named[source] for source in named if source in _made_of(address, before))]) for step, address in steps]
+
+
+def _made_of(operand: str, ptx: str) -> set[str]:
+    """Registers and parameters behind a register."""
+    found = {operand}
+    for instruction in re.findall(rf"^\s*[\w.]+\s+{re.escape(operand)},(.*);", ptx, re.MULTILINE):
+        found = found.union(*(_made_of(source, ptx) for source in re.findall(r"%r\w*\d+|\w+_param_\d+", instruction)))
+    return found
 
 
 def _type_name(value: Any) -> str:

@@ -3,12 +3,26 @@
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
 
 from atoll.ops.attention import DecodeSpec
-from tests.kit.build import SHARED_LIMITS, TARGETS, Cost, Launch, append_launches, balanced_launches, build_costs, decode_launches, gluon_launches, uncounted
+from tests.kit.build import (
+    SHARED_LIMITS,
+    TARGETS,
+    Cost,
+    Launch,
+    append_launches,
+    balanced_launches,
+    build_costs,
+    decode_launches,
+    gluon_launches,
+    merge_launches,
+    steps_before_wait,
+    uncounted,
+)
 from tests.kit.workers import compiling_pool
 
 
@@ -49,6 +63,8 @@ ONE_LAUNCH = {
 # Warps so few that their registers do not hold 128 x 256 fp32 accumulators, and no fewer: the compilers take the longer the more they spill.
 MADE_TO_SPILL = {"sm_90": 2, "gfx942": 1}
 
+MERGE = spec("bf16", 64, 256, 8, window=1 << 16, sinks=True)
+
 Builds = dict[tuple[str, str], Future[list[Cost]]]
 
 
@@ -56,7 +72,7 @@ Builds = dict[tuple[str, str], Future[list[Cost]]]
 def builds() -> Iterator[Builds]:
     """All builds at once, over processes in which Triton compiles and does not interpret.
 
-    Each target has processes of its own: what Triton has once chosen for fp8 on one of AMD's, it takes for the other one too.
+    Each target has a process of its own: what Triton has once chosen for fp8 on one of AMD's, it takes for the other one too.
     """
     pools = {target: compiling_pool(workers=1) for target in TARGETS}
 
@@ -67,6 +83,7 @@ def builds() -> Iterator[Builds]:
     builds = {(name, target): submit(launches_of, spec, target) for target in TARGETS for name, launches_of, spec in jobs}
     builds |= {(name, "sm_90"): submit(gluon_launches, spec, "sm_90") for name, spec in GLUON.items()}
     builds |= {(name, "sm_90"): submit(balanced_launches, spec, "sm_90") for name, spec in ONE_LAUNCH.items()}
+    builds |= {("merge", target): submit(merge_launches, MERGE, target) for target in TARGETS}
     for target, num_warps in MADE_TO_SPILL.items():
         builds["made to spill", target] = submit(decode_launches, DECODE["bf16 p64 d256 rows 128"], target, num_warps=num_warps, num_stages=1)
     yield builds
@@ -84,6 +101,12 @@ def test_builds_without_spills(name: str, target: str, builds: Builds, record_pr
     assert [cost.fault for cost in costs if cost.fault] == []
     kernels = {cost.kernel for cost in costs}
     assert kernels == ({"append_kv_kernel"} if name in APPEND else {"decode_split_kernel", "combine_kernel"})
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_merge_of_many_splits_builds_without_spills(target: str, builds: Builds) -> None:
+    [cost] = builds["merge", target].result()
+    assert (cost.kernel, cost.fault) == ("combine_kernel", None)
 
 
 @pytest.mark.parametrize("name", [*GLUON, *ONE_LAUNCH])
@@ -114,6 +137,44 @@ def test_what_is_counted_is_there_to_be_read(name: str, builds: Builds) -> None:
 def test_a_count_that_says_too_little_is_seen(wanted: str, instead: str, said: str, builds: Builds) -> None:
     [cost] = builds[next(iter(ONE_LAUNCH)), "sm_90"].result()
     assert any(said in fault for fault in uncounted(re.sub(wanted, instead, cost.ptx)))
+
+
+# A length and pages that may be old, which must not stay in this multiprocessor's own cache (.cg); and a length that the kernel before has waited for.
+PREFETCH = [
+    "ld.global.cg.b32 seq_lens_ptr",
+    "ld.global.cg.b32 page_table_ptr",
+    "cp.async.bulk.prefetch.L2.global k_ptr",
+    "cp.async.bulk.prefetch.L2.global v_ptr",
+]
+MERGE_SETUP = ["ld.global.b32 seq_lens_ptr", "griddepcontrol.launch_dependents"]
+
+
+@pytest.mark.parametrize("name", [*DECODE, *GLUON, *ONE_LAUNCH, "merge"])
+def test_nothing_else_is_read_before_the_kernel_before_has_ended(name: str, builds: Builds) -> None:
+    for cost in builds[name, "sm_90"].result():
+        early = MERGE_SETUP if cost.kernel == "combine_kernel" else PREFETCH if "prefetch" in cost.ptx else []
+        assert steps_before_wait(cost) == early
+
+
+WAIT_LATER = (r"(griddepcontrol\.wait;)([\s\S]*?ld\.global[^;]*;)", r"\2\1")
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "wanted", "instead"),
+    [
+        ("gluon fp8_tensor p16 d256 rows 8", PREFETCH, *WAIT_LATER),
+        ("gluon fp8_tensor p16 d256 rows 8", PREFETCH, r"ld\.global\.cg", "ld.global"),
+        ("gluon fp8_tensor p16 d256 rows 8", PREFETCH, r"(griddepcontrol\.wait;) (griddepcontrol\.launch_dependents;)", r"\2 \1"),
+        ("merge", MERGE_SETUP, *WAIT_LATER),
+        ("merge", MERGE_SETUP, r"(griddepcontrol\.launch_dependents;)([^;]*)(griddepcontrol\.wait;)", r"\3\2\1"),
+        ("merge", MERGE_SETUP, r"\[combine_kernel_param_5\]", "[combine_kernel_param_4]"),
+    ],
+)
+def test_what_is_read_too_soon_is_seen(name: str, steps: list[str], wanted: str, instead: str, builds: Builds) -> None:
+    cost = builds[name, "sm_90"].result()[0]
+    edited, count = re.subn(wanted, instead, cost.ptx, count=1)
+    assert count == 1
+    assert steps_before_wait(cost) == steps != steps_before_wait(replace(cost, ptx=edited))
 
 
 @pytest.mark.parametrize("target", MADE_TO_SPILL)

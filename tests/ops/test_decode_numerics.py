@@ -1,18 +1,21 @@
 """How close decode answers are: within twice the error of the plain computation in the input dtype, at every hostile length."""
 
+import math
 from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 import torch
 
-from atoll.ops.attention import DecodeConfig, DecodeSpec, gluon_decode_sm90, merge_states
+from atoll.ops.attention import DecodeConfig, DecodePlan, DecodeSpec, gluon_decode_sm90, merge_states, plan_decode
 from atoll.probe import BackendAdapter, Case, CaseReport, probe_case
 from atoll.probe.cases import DecodeProblem, hostile_lengths, row_values, set_rows, spike_keys, with_flags
+from atoll.probe.interpreter import interpreted as in_the_interpreter
 from atoll.probe.kernels import changed_rows, poison_everything
 from atoll.probe.matrix import matrix
 from atoll.probe.oracle import compare, exact_attention, low_precision_attention
 from tests.kit.batches import answer, rows_changed_alone
+from tests.kit.build import combine, recorded_launches
 from tests.kit.hopper import best_backend
 from tests.kit.workers import WorkerPool, probe_interpreted
 
@@ -143,6 +146,66 @@ def test_same_plan_gives_same_bits(backend: str, device: torch.device) -> None:
     assert lse is not None
     first = (out.clone(), lse.clone())
     assert not changed_rows(first, run()).any()
+
+
+MERGED_LENS = (640, 1120, 0, 17)
+
+
+def plan_of_splits(num_splits: int, batch_invariant: bool) -> DecodePlan:
+    """A plan whose sequences, cut to what it has room for, have a split for each 16 tokens: random states, the same in every plan; all else is NaN."""
+    merged = spec("fp32", q_dtype=torch.float32, num_q_heads=2, num_kv_heads=1, head_dim=128, batch_invariant=batch_invariant)
+    lens = torch.tensor([min(n, 16 * num_splits) for n in MERGED_LENS], dtype=torch.int32)
+    config = DecodeConfig(tile=16, num_splits=num_splits, tiles_per_split=1)
+    plan = plan_decode(merged, lens, torch.zeros(len(lens), 70, dtype=torch.int32), backend="reference", config=config)
+    plan.partial_o.fill_(torch.nan)
+    plan.partial_lse.fill_(torch.nan)
+    rand = torch.Generator().manual_seed(0)
+    for i_b, used in enumerate(splits_used(plan)):
+        plan.partial_o[i_b, :, :used] = torch.randn(70, 2, 128, generator=rand)[:used]
+        plan.partial_lse[i_b, :, :used] = 3 * torch.randn(70, 2, generator=rand)[:used]
+        # So that the answer depends on the last as well.
+        plan.partial_lse[i_b, :, used - 1] = 6.0
+    return plan
+
+
+def splits_used(plan: DecodePlan) -> list[int]:
+    return [max(1, -(-n // 16)) for n in plan.seq_lens.tolist()]
+
+
+def merge_splits(num_splits: int, batch_invariant: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    plan = plan_of_splits(num_splits, batch_invariant)
+    out, lse = torch.full((len(MERGED_LENS), 1, 2, 128), torch.nan), torch.full((len(MERGED_LENS), 1, 2), torch.nan)
+    with in_the_interpreter([plan.seq_lens, plan.partial_o, plan.partial_lse, out, lse]):
+        combine.combine(out, lse, plan, None)
+    return out, lse
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("num_splits", [33, 40, 70])
+def test_many_splits_are_merged(num_splits: int, batch_invariant: bool, interpreter: WorkerPool) -> None:
+    out, lse = interpreter.submit(merge_splits, num_splits, batch_invariant).result()
+    plan = plan_of_splits(num_splits, batch_invariant)
+    for i_b, used in enumerate(splits_used(plan)):
+        expected, expected_lse = merge_states(plan.partial_o[i_b, 0, :used], plan.partial_lse[i_b, 0, :used] * math.log(2))
+        torch.testing.assert_close(out[i_b, 0], expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse[i_b, 0], expected_lse, atol=1e-5, rtol=1e-5)
+        if used > 1:
+            one_less, _ = merge_states(plan.partial_o[i_b, 0, : used - 1], plan.partial_lse[i_b, 0, : used - 1] * math.log(2))
+            assert not torch.allclose(expected, one_less, atol=1e-2)
+
+
+def test_the_order_of_a_batch_invariant_merge_does_not_depend_on_the_plans_splits(interpreter: WorkerPool) -> None:
+    fixed = [interpreter.submit(merge_splits, num_splits, True) for num_splits in (40, 70)]
+    free = interpreter.submit(merge_splits, 40)
+    few, many = (future.result() for future in fixed)
+    # The second sequence has 40 splits in one plan and 70 in the other.
+    assert changed_rows(few, many).any(-1).flatten().tolist() == [False, True, False, False]
+    # Added 64 at a time, the same states have other bits.
+    assert changed_rows(few, free.result())[0].any()
+    for num_splits, batch_invariant, chunk in ((32, False, 32), (33, False, 64), (33, True, 32), (70, True, 32)):
+        with recorded_launches((combine, "combine_kernel")) as launches:
+            combine.combine(*few, plan_of_splits(num_splits, batch_invariant), None)
+        assert [launch.arguments["CHUNK"] for launch in launches] == [chunk]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

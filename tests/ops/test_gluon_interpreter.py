@@ -1,5 +1,6 @@
 """Our interpreter of Gluon: each operation against facts of NumPy and torch, and each hazard seen."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -130,11 +131,37 @@ def test_bytes_are_permuted_by_digit() -> None:
         (".reg .f32 t;", ".f32"),
         ("prmt.b32 $0, $1, $1, 0x8000;", "prmt"),
         ("prmt.b32 $0, $1, $1, $1;", "prmt"),
+        ("{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mov.b32 $0, $1; }", "mov.b32 $0, $1' is not interpreted under a predicate"),
+        ("@p cp.async.bulk.prefetch.L2.global [$1], 16;", "'p'"),
     ],
 )
 def test_ptx_that_is_not_known_is_named(text: str, named: str) -> None:
-    with pytest.raises(NotInterpretedError, match=named.replace(".", r"\.")):
+    with pytest.raises(NotInterpretedError, match=re.escape(named)):
         run_ptx(text, "=r,r", [np.zeros(1, np.uint32)])
+
+
+def prefetch(address: int, num_bytes: int) -> None:
+    text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, $2; }"
+    [result] = run_ptx(text, "=r,l,r", [np.array([address, 1], np.uint64), np.array([num_bytes, 0], np.uint32)])
+    assert result.tolist() == [num_bytes, 0]
+
+
+def test_a_prefetch_stays_inside_one_buffer() -> None:
+    x, y = torch.arange(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    with watched([x, y]):
+        prefetch(x.data_ptr(), 256)
+        prefetch(x.data_ptr() + 240, 16)
+    assert x.tolist() == list(range(64))
+    for first, num_bytes in ((x.data_ptr() + 16, 256), (x.data_ptr() - 16, 32), (0, 16), (2**64 - 16, 16)):
+        with pytest.raises(OutOfRangeError, match=f"prefetch of {num_bytes} bytes at {first:#x}"), watched([x]):
+            prefetch(first, num_bytes)
+
+
+def test_a_prefetch_is_of_whole_units() -> None:
+    x = torch.zeros(64, dtype=torch.int32)
+    for first, num_bytes in ((x.data_ptr() + 8, 16), (x.data_ptr(), 24)):
+        with pytest.raises(ValueError, match=f"a prefetch of {num_bytes} bytes at {first:#x}, which are not both multiples of 16"), watched([x]):
+            prefetch(first, num_bytes)
 
 
 def test_an_operation_that_is_not_known_is_named() -> None:

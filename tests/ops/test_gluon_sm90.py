@@ -158,13 +158,16 @@ RACES = {
     "bf16 drafts of a window": replace(SPEC, kv_format="bf16", query_len=2, window=1500, sinks=True),
     "fp8_token blocks of rows": replace(SPEC, kv_format="fp8_token", num_q_heads=32, head_dim=128, page_size=64, query_len=5),
 }
-# Fewer than sequences, as many as multiprocessors and as run at a time, more than tiles.
-NUM_PROGRAMS = (3, 100, 132, 264, 1500)
+# Below 0 so many splits, that another kernel merges, few and many; fewer than sequences, as many as multiprocessors and as run at a time, more
+# than tiles.
+NUM_PROGRAMS = (-11, -64, 3, 100, 132, 264, 1500)
 
 
 def racing_plan(problem: DecodeProblem, num_programs: int) -> DecodePlan:
-    """One launch of so many programs; on another GPU the portable kernel, which is to do the same."""
-    config = replace(gluon_decode_sm90.config(problem.spec, BatchShape(len(RACING), max(RACING), 132)), num_splits=1, num_programs=num_programs)
+    """One launch of so many programs, or splits that prefetch; on another GPU the portable kernel, which is to do the same."""
+    usual = gluon_decode_sm90.config(problem.spec, BatchShape(len(RACING), max(RACING), 132))
+    splits = replace(usual, num_splits=-num_programs, prefetch=True)
+    config = replace(usual, num_splits=1, num_programs=num_programs) if num_programs > 0 else splits
     return plan_decode(
         *(problem.spec, problem.seq_lens, problem.page_table),
         device=problem.device,

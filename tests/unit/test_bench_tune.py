@@ -37,6 +37,7 @@ def test_a_kernel_is_built_once_whatever_it_is_launched_with_and_each_backends_o
         replace(one, backend="gluon_sm90"),
         replace(one, mask_unowned_kv=False),
         replace(one, config=DecodeConfig(num_splits=1)),
+        replace(one, config=DecodeConfig(num_splits=33)),
         replace(one, config=DecodeConfig(num_splits=2, tile=32)),
         replace(one, config=DecodeConfig(num_splits=2, max_registers=128)),
         programs,

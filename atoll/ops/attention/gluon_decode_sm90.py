@@ -8,6 +8,7 @@ Source: as triton_decode.py.
 
 from dataclasses import replace
 from math import prod
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from atoll.errors import BackendError
 from atoll.ops.attention import triton_decode
 from atoll.ops.attention.combine import combine, has_dependent_launch, launch_options
+from atoll.ops.attention.costs import kv_row_bytes
 from atoll.ops.attention.gluon_balanced_sm90 import decode_balanced_kernel
 from atoll.ops.attention.gluon_kernel_sm90 import decode_tma_kernel
 from atoll.ops.attention.plan import BatchShape, DecodeConfig, DecodePlan, make_workspace, num_sms
@@ -37,6 +39,7 @@ MAX_QUERY_VALUES = 32 * 256
 # Lengths that a program of the balanced kernel holds in registers.
 MAX_BALANCED_BATCH = 1024
 _TMA_ALIGN_BYTES = 16
+_L2_BYTES = 50 << 20
 
 
 def supports(spec: DecodeSpec, device: torch.device) -> str | None:
@@ -72,6 +75,13 @@ def refusal(spec: DecodeSpec) -> str | None:
 
 def config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
     """Tuning for one batch shape: a pure function of its arguments. Measured on an H200 with D 256, HKV 2, GQA 8, page 64 (LOG.md, 2026-11-30)."""
+    # 1 x 65536 of bf16 in 35.6 us, 36.4 without; where L2 held the rows already 0.2 us more (16 x 1024 of fp8 7.9 us, 7.8 without).
+    num_rows = min(shape.max_seq_len, spec.window + spec.query_len) if spec.window is not None else shape.max_seq_len
+    prefetch = shape.batch * num_rows * kv_row_bytes(spec) > _L2_BYTES
+    return replace(_tiles_and_splits(spec, shape), prefetch=prefetch)
+
+
+def _tiles_and_splits(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
     if spec.head_dim * (1 if is_fp8(spec.kv_format) else 2) > 256:
         return _wide_config(spec, shape)
     if spec.batch_invariant:
@@ -104,11 +114,13 @@ def _wide_config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
 
 
 def candidates(spec: DecodeSpec, shape: BatchShape) -> list[DecodeConfig]:
-    """Tunings that may beat `config`'s at a batch shape, for `bench decode --tune`: other splits, one balanced launch, and each also in small tiles."""
+    """Tunings that may beat `config`'s at a batch shape, for `bench decode --tune`: prefetching or not, other splits, one balanced launch, and these
+    also in small tiles.
+    """
     base = config(spec, shape)
     # Half a tile starts sooner, and two warps of one are half as long at their meetings.
     small = [replace(base, tile=32, num_warps=2, num_stages=4)] if block_rows(spec) == 8 and not spec.batch_invariant else []
-    found = []
+    found = [replace(base, prefetch=not base.prefetch)]
     for usual in (base, *small):
         tiles = max(1, shape.batch * spec.num_kv_heads * row_blocks(spec)) * triton_decode.max_tiles(spec, shape, usual.tile)
         slots = [int(shape.num_sms * waves) for waves in (0.25, 0.5, 1, 2, *((4,) if usual.tile < 64 else ()))]
@@ -122,7 +134,7 @@ def candidates(spec: DecodeSpec, shape: BatchShape) -> list[DecodeConfig]:
 def one_launch(spec: DecodeSpec, usual: DecodeConfig, num_programs: int) -> DecodeConfig:
     """A tuning of the split kernel for the balanced one, whose loop over segments takes more registers than the compiler finds by itself (Triton 3.7)."""
     roomy = usual.num_warps <= 4 and is_fp8(spec.kv_format) and block_rows(spec) * spec.head_dim <= 8 * 256
-    return replace(usual, num_splits=1, num_programs=num_programs, max_registers=224 if roomy else None)
+    return replace(usual, num_splits=1, num_programs=num_programs, prefetch=False, max_registers=224 if roomy else None)
 
 
 def can_balance(spec: DecodeSpec, batch: int) -> bool:
@@ -217,7 +229,12 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         return
     split = cfg.num_splits > 1
     grid = (spec.num_kv_heads * row_blocks(spec), plan.batch, cfg.num_splits)
-    decode_tma_kernel[grid](out, lse, plan.partial_o, plan.partial_lse, *inputs, cfg.num_splits, cfg.tiles_per_split, *strides, SPLIT=split, **variant)
+    cache = _cache_bytes(kv)
+    decode_tma_kernel[grid](
+        out, lse, plan.partial_o, plan.partial_lse, *inputs, cfg.num_splits, cfg.tiles_per_split,
+        cache.k, cache.v, kv.num_pages, plan.page_table.shape[1], *cache.strides, *strides,
+        SPLIT=split, PREFETCH=cfg.prefetch and cache.dense and variant["PDL"], **variant,
+    )  # fmt: skip
     if split:
         combine(out, lse, plan, sinks)
 
@@ -233,6 +250,24 @@ def _portable(plan: DecodePlan) -> DecodePlan:
         # A dict of its own: in the plan's it would hold itself, and its workspace until the garbage collector comes by.
         plan.prepared["portable"] = replace(plan, config=config, prepared={}, **make_workspace(plan.spec, plan.batch, config, device))
     return plan.prepared["portable"]
+
+
+class _CacheBytes(NamedTuple):
+    """K and V pages as bytes, for prefetching."""
+
+    k: torch.Tensor  # [P, HKV, S, bytes of a row]
+    v: torch.Tensor
+    strides: tuple[int, ...]  # of a page and a head, of k and of v
+    dense: bool  # the rows of a page and head lie one after another
+
+
+def _cache_bytes(kv: PagedKV) -> _CacheBytes:
+    """Made once for a layer's cache."""
+    if "gluon_sm90 bytes" not in kv.prepared:
+        k, v = kv.k.view(torch.uint8), kv.v.view(torch.uint8)
+        dense = all(pages.stride(2) == pages.shape[3] for pages in (k, v))
+        kv.prepared["gluon_sm90 bytes"] = _CacheBytes(k, v, (*k.stride()[:2], *v.stride()[:2]), dense)
+    return kv.prepared["gluon_sm90 bytes"]
 
 
 def _descriptors(kv: PagedKV, rows: int) -> tuple[TensorDescriptor, TensorDescriptor] | str:

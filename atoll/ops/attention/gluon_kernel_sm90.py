@@ -477,7 +477,53 @@ def _store_halves(o_out, acc0, acc1, factor, m_m, H: gl.constexpr, FP8: gl.const
     gl.store(o_out + (1 if FP8 else H), (acc1 * factor).to(o_out.dtype.element_ty), mask=m_out)
 
 
-@gluon.jit(do_not_specialize=["window", "query_len", "num_splits", "tiles_per_split", "stride_table_b"])
+@gluon.jit
+def _splits(first_tile, last_tile, num_splits, tiles_per_split):
+    """How many tiles a split takes, by the rule of `owned_tiles` in combine.py."""
+    per_split = gl.maximum((last_tile - first_tile + num_splits - 1) // num_splits, 1)
+    return gl.where(tiles_per_split > 0, tiles_per_split, per_split)
+
+
+@gluon.jit
+def _prefetch_rows(first, num_bytes):
+    """Have L2 fetch `num_bytes`, a multiple of 16, from the address `first` on; 0 for none."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, $2; }",
+        "=r,l,r",
+        [first.to(gl.int64), num_bytes],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _prefetch_first_tile(
+    k_ptr, v_ptr, stride_k_p, stride_k_h, stride_v_p, stride_v_h, num_pages, seq_lens_ptr, page_table_ptr, stride_table_b, num_lanes, i_b, i_h, i_s,
+    num_splits, tiles_per_split, query_len, window,
+    ROW_BYTES: gl.constexpr, TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr, NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """Have L2 fetch a program's first tile of K and V while the kernel before may still run.
+
+    The length and the pages that are read here may be about to change. They choose what is fetched, within the cache's bounds, and nothing else: both are read
+    anew after the wait, and past this multiprocessor's own cache here, where they would stay.
+    """
+    ROWS: gl.constexpr = S if S < TILE else TILE
+    row_hi = gl.load(seq_lens_ptr + i_b, cache_modifier=".cg")
+    _row_lo, first_tile, last_tile = _owned_tiles(row_hi, query_len, window, TILE, WINDOW)
+    tile_lo = first_tile + i_s * _splits(first_tile, last_tile, num_splits, tiles_per_split)
+    # A lane for each stretch of rows in one page.
+    o_c = gl.arange(0, 32 * NUM_WARPS, layout=gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
+    o_row = tile_lo * TILE + o_c * ROWS
+    wanted = (o_c < TILE // ROWS) & (o_row >= 0) & (o_row < row_hi) & (o_row // S < num_lanes)
+    page = gl.load(page_table_ptr + i_b.to(gl.int64) * stride_table_b + o_row // S, mask=wanted, other=0, cache_modifier=".cg")
+    num_bytes = gl.where(wanted & (page >= 0) & (page < num_pages), ROWS * ROW_BYTES, 0)
+    o_slot = o_row % S * ROW_BYTES
+    _prefetch_rows(k_ptr + (page.to(gl.int64) * stride_k_p + i_h.to(gl.int64) * stride_k_h + o_slot), num_bytes)
+    _prefetch_rows(v_ptr + (page.to(gl.int64) * stride_v_p + i_h.to(gl.int64) * stride_v_h + o_slot), num_bytes)
+
+
+@gluon.jit(do_not_specialize=["window", "query_len", "num_splits", "tiles_per_split", "num_pages", "num_lanes", "stride_table_b"])
 def decode_tma_kernel(
     out_ptr,  # [B, QL, HQ, D]
     lse_ptr,  # [B, QL, HQ] fp32, natural
@@ -497,6 +543,14 @@ def decode_tma_kernel(
     query_len,
     num_splits,
     tiles_per_split,
+    k_ptr,  # with PREFETCH the bytes that k_desc and v_desc describe, the rows of a page and head one after another
+    v_ptr,
+    num_pages,
+    num_lanes,  # MP
+    stride_k_p,
+    stride_k_h,
+    stride_v_p,
+    stride_v_h,
     stride_q_b,
     stride_q_t,
     stride_q_h,
@@ -532,6 +586,7 @@ def decode_tma_kernel(
     NUM_WARPS: gl.constexpr,
     COLUMN_WARPS: gl.constexpr,
     SHARED_Q: gl.constexpr,
+    PREFETCH: gl.constexpr,
     PDL: gl.constexpr,
 ):
     # At most two tiles are left when the full ones are done, and no copy is started for them any more.
@@ -545,15 +600,19 @@ def decode_tma_kernel(
     i_b = gl.program_id(1)
     i_s = gl.program_id(2)
     k_smem, v_smem, k_bars, v_bars = _make_ring(k_desc, v_desc, TILE, W, STAGES)
+    if PREFETCH:
+        _prefetch_first_tile(
+            k_ptr, v_ptr, stride_k_p, stride_k_h, stride_v_p, stride_v_h, num_pages, seq_lens_ptr, page_table_ptr, stride_table_b, num_lanes, i_b, i_h, i_s,
+            num_splits, tiles_per_split, query_len, window, 2 * W, TILE, S, WINDOW, NUM_WARPS,
+        )  # fmt: skip
     if PDL:
         # Every byte read below was written by an earlier kernel of this stream; wait for it, then let combine be set up while this one runs.
         i_s = _dependent_launch(i_s)
     row_hi = gl.load(seq_lens_ptr + i_b)
 
-    # Rows [row_lo, row_hi) are owned; tiles that hold one are shared out over the splits, by the rule of `owned_tiles` in combine.py.
+    # Rows [row_lo, row_hi) are owned; tiles that hold one are shared out over the splits.
     row_lo, first_tile, last_tile = _owned_tiles(row_hi, query_len, window, TILE, WINDOW)
-    per_split = gl.maximum((last_tile - first_tile + num_splits - 1) // num_splits, 1)
-    per_split = gl.where(tiles_per_split > 0, tiles_per_split, per_split)
+    per_split = _splits(first_tile, last_tile, num_splits, tiles_per_split)
     num_used = gl.maximum((last_tile - first_tile + per_split - 1) // per_split, 1)
     if i_s < num_used:
         tile_lo = first_tile + i_s * per_split
