@@ -117,7 +117,7 @@ FAULTS = {
     "no wait": Fault(PAGED, (Edit(WAIT, "pass"),), "a read of shared memory that a copy in flight is still to write"),
     "a wait for the phase before": Fault(PAGED, (Edit(WAIT, WAIT.replace("phase", "phase ^ 1")),), "a copy in flight is still to write"),
     "no meeting": Fault(PAGED, (Edit(" " * 20 + "program_barrier()", " " * 20 + "pass"),), "was read since the last program_barrier"),
-    "a slot still to be read": Fault(PAGED, (Edit("gl.where(i_slot == 0, STAGES - 1, i_slot - 1)", "i_slot"),), "a copy in flight is still to write"),
+    "a slot still to be read": Fault(PAGED, (Edit("gl.where(i_slot == 0, STAGES - 1, i_slot - 1)", "i_slot"),), "its phase was never waited for"),
     "twice the bytes": Fault(PAGED, (Edit("block_type.shape[3] * 2", "block_type.shape[3] * 4"),), "would hang"),
     "a page that is not expected": Fault(PAGED, (Edit("mbarrier.expect(k_bar, BYTES, pred=wanted)", "pass"),), "would hang"),
     "a page that does not exist": Fault(WHOLE_TILES, (Edit("i_tile * TILE // S,", "i_tile * TILE // S + 1,"),), "copy of a box", "out of range"),

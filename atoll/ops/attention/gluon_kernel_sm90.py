@@ -181,25 +181,37 @@ def _load_values(v_tile, m_v, H: gl.constexpr, FP8: gl.constexpr, MASK: gl.const
 
 
 @gluon.jit
+def _multiply_keys(k_tile, q0, q1, M: gl.constexpr, H: gl.constexpr, TILE: gl.constexpr, FP8: gl.constexpr, SHARED_Q: gl.constexpr, mma: gl.constexpr):
+    """A tile of K in shared memory times q, [TILE, M]."""
+    b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    k0, k1 = _load_keys(k_tile, H, FP8, gl.DotOperandLayout(0, mma, 2))
+    b_s = gl.zeros([TILE, M], gl.float32, mma)
+    if SHARED_Q:
+        b_s = mma_v2(k0, q0.permute((1, 0)).load(b_layout), b_s)
+        return mma_v2(k1, q1.permute((1, 0)).load(b_layout), b_s)
+    else:
+        # Two chains of products, half as long.
+        return mma_v2(k0, q0, b_s) + mma_v2(k1, q1, b_s)
+
+
+@gluon.jit
+def _is_finite(x0, x1):
+    """Whether no value of two tensors [H, M] is NaN or infinite."""
+    infinite = gl.where((gl.abs(x0) < float("inf")) & (gl.abs(x1) < float("inf")), 0, 1)
+    return gl.max(gl.max(infinite, 0), 0) == 0
+
+
+@gluon.jit
 def _attend_tile(
-    acc0, acc1, p_sum, b_max, v_unit, q0, q1, q_scale, b_ks, b_vs, b_vs_all, soft_cap, k_tile, v_tile, i_tile, row_lo, row_hi, position_0, window, query_len,
-    first_m, FULL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, FP8: gl.constexpr, PER_TOKEN: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, MULTI_QUERY: gl.constexpr, MASK_KV: gl.constexpr, SHARED_Q: gl.constexpr, mma: gl.constexpr,
-    all_layout: gl.constexpr,
+    acc0, acc1, p_sum, b_max, v_unit, b_s, q_scale, b_ks, b_vs, b_vs_all, soft_cap, v_tile, i_tile, row_lo, row_hi, position_0, window, query_len, first_m,
+    FULL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, FP8: gl.constexpr, PER_TOKEN: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, MULTI_QUERY: gl.constexpr, MASK_KV: gl.constexpr, mma: gl.constexpr, all_layout: gl.constexpr,
 ):  # fmt: skip
-    """One online-softmax step over a tile in shared memory, which every query row sees in full (FULL) or each by its own mask."""
+    """One online-softmax step over a tile's products `b_s` with q and its V in shared memory; every query row sees it in full (FULL) or by its own mask."""
     a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     M: gl.constexpr = q_scale.shape[0]
     H: gl.constexpr = acc0.shape[0]
-    k0, k1 = _load_keys(k_tile, H, FP8, a_layout)
-    b_s = gl.zeros([TILE, M], gl.float32, mma)
-    if SHARED_Q:
-        b_s = mma_v2(k0, q0.permute((1, 0)).load(b_layout), b_s)
-        b_s = mma_v2(k1, q1.permute((1, 0)).load(b_layout), b_s)
-    else:
-        # Two chains of products, half as long.
-        b_s = mma_v2(k0, q0, b_s) + mma_v2(k1, q1, b_s)
     b_s = b_s * gl.expand_dims(q_scale, 0)
     if PER_TOKEN:
         b_s = b_s * gl.expand_dims(b_ks, 1)
@@ -241,37 +253,39 @@ def _attend_tile(
         v_unit = unit
     acc0 = acc0 * gl.expand_dims(b_decay, 0)
     acc1 = acc1 * gl.expand_dims(b_decay, 0)
-    b_p = gl.convert_layout(b_p.to(k0.dtype), b_layout)
+    b_p = gl.convert_layout(b_p.to(gl.float16 if FP8 else v_tile.dtype), b_layout)
     o_v = i_tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, a_layout))
     if FULL:
         v0, v1 = _load_values(v_tile, o_v < row_hi, H, FP8, False, a_layout)
         return mma_v2(v0, b_p, acc0), mma_v2(v1, b_p, acc1), p_sum, b_top, v_unit
     else:
-        zero = gl.zeros([H, M], gl.float32, mma)
-        if MULTI_QUERY and MASK_KV:
-            # A row that one query token sees may hold NaN, and another that does not see it must not meet it: 0 * NaN.
-            o_t = (first_m + gl.arange(0, M, layout=gl.SliceLayout(0, mma))) // GROUP
-            for i_t in range(first_m // GROUP, gl.minimum((first_m + M - 1) // GROUP + 1, query_len)):
-                v_hi = gl.minimum(row_hi, position_0 + i_t + 1) if CAUSAL else row_hi  # owned: drafts
-                m_v = o_v < v_hi
-                if WINDOW:
-                    m_v = m_v & (o_v > position_0 + i_t - window)  # owned: windows of drafts
-                # Loaded anew for each token, since registers are short.
-                v0, v1 = _load_values(v_tile, m_v, H, FP8, True, a_layout)
-                m_t = gl.expand_dims(o_t == i_t, 0)
-                acc0 = gl.where(m_t, acc0 + mma_v2(v0, b_p, zero), acc0)
-                acc1 = gl.where(m_t, acc1 + mma_v2(v1, b_p, zero), acc1)
-            return acc0, acc1, p_sum, b_top, v_unit
+        m_v = o_v < row_hi
+        if WINDOW:
+            m_v = m_v & (o_v >= row_lo)
+        v0, v1 = _load_values(v_tile, m_v, H, FP8, MASK_KV, a_layout)
+        if MULTI_QUERY:
+            # Summed apart, as where they are summed token by token, so that the bits are the same.
+            zero = gl.zeros([H, M], gl.float32, mma)
+            b_o0 = mma_v2(v0, b_p, zero)
+            b_o1 = mma_v2(v1, b_p, zero)
+            if MASK_KV:
+                # A row that one query token sees may hold NaN, and another that does not see it must not meet it: 0 * NaN.
+                if not _is_finite(b_o0, b_o1):  # owned: seen values
+                    b_o0 = zero
+                    b_o1 = zero
+                    o_t = (first_m + gl.arange(0, M, layout=gl.SliceLayout(0, mma))) // GROUP
+                    for i_t in range(first_m // GROUP, gl.minimum((first_m + M - 1) // GROUP + 1, query_len)):
+                        v_hi = gl.minimum(row_hi, position_0 + i_t + 1) if CAUSAL else row_hi  # owned: drafts
+                        m_v = o_v < v_hi
+                        if WINDOW:
+                            m_v = m_v & (o_v > position_0 + i_t - window)  # owned: windows of drafts
+                        v0, v1 = _load_values(v_tile, m_v, H, FP8, True, a_layout)
+                        m_t = gl.expand_dims(o_t == i_t, 0)
+                        b_o0 = gl.where(m_t, mma_v2(v0, b_p, zero), b_o0)
+                        b_o1 = gl.where(m_t, mma_v2(v1, b_p, zero), b_o1)
+            return acc0 + b_o0, acc1 + b_o1, p_sum, b_top, v_unit
         else:
-            m_v = o_v < row_hi
-            if WINDOW:
-                m_v = m_v & (o_v >= row_lo)
-            v0, v1 = _load_values(v_tile, m_v, H, FP8, MASK_KV, a_layout)
-            if MULTI_QUERY:
-                # Rounded as in the loop above, so that both flags give the same bits.
-                return acc0 + mma_v2(v0, b_p, zero), acc1 + mma_v2(v1, b_p, zero), p_sum, b_top, v_unit
-            else:
-                return mma_v2(v0, b_p, acc0), mma_v2(v1, b_p, acc1), p_sum, b_top, v_unit
+            return mma_v2(v0, b_p, acc0), mma_v2(v1, b_p, acc1), p_sum, b_top, v_unit
 
 
 @gluon.jit
@@ -387,18 +401,19 @@ def _attend_tiles(
                 page = _pages_of_rows(table_ptr, i_tile + 2, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN, WINDOW)
                 page_all = _pages_of_rows(table_ptr, i_tile + 2, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN, WINDOW)
                 mbarrier.wait(k_bars.index(i_slot), phase)
-                mbarrier.wait(v_bars.index(i_slot), phase)
+                b_s = _multiply_keys(k_smem.index(i_slot).reshape([TILE, W]), q0, q1, M, H, TILE, FP8, SHARED_Q, mma)
                 if PART != 2:
-                    # Every warp is past its reads of the tile before: its place can be filled.
+                    # Every warp is past its reads of the tile before: its place can be filled, while the products above are on their way.
                     program_barrier()
                     free = gl.where(i_slot == 0, STAGES - 1, i_slot - 1)
                     i_next = i_tile + STAGES - 1
                     _copy_tile(k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, free, page0, page1, page2, page3, i_next, tile_hi, i_h, TILE, S)
                     page0, page1, page2, page3 = _pages_of_tile(table_ptr, i_next + 1, tile_hi, row_lo, row_hi, TILE, S, WINDOW)
+                mbarrier.wait(v_bars.index(i_slot), phase)
                 acc0, acc1, p_sum, b_max, v_unit = _attend_tile(
-                    acc0, acc1, p_sum, b_max, v_unit, q0, q1, q_scale, b_ks, b_vs, b_vs_all, soft_cap,
-                    k_smem.index(i_slot).reshape([TILE, W]), v_smem.index(i_slot).reshape([TILE, W]), i_tile, row_lo, row_hi, position_0, window, query_len,
-                    first_m, PART == 1, GROUP, TILE, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, SHARED_Q, mma, all_layout,
+                    acc0, acc1, p_sum, b_max, v_unit, b_s, q_scale, b_ks, b_vs, b_vs_all, soft_cap, v_smem.index(i_slot).reshape([TILE, W]), i_tile,
+                    row_lo, row_hi, position_0, window, query_len, first_m,
+                    PART == 1, GROUP, TILE, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, mma, all_layout,
                 )  # fmt: skip
                 b_ks = next_ks
                 b_vs = next_vs
@@ -510,12 +525,12 @@ def _prefetch_first_tile(
     """
     ROWS: gl.constexpr = S if S < TILE else TILE
     row_hi = gl.load(seq_lens_ptr + i_b, cache_modifier=".cg")
-    _row_lo, first_tile, last_tile = _owned_tiles(row_hi, query_len, window, TILE, WINDOW)
+    row_lo, first_tile, last_tile = _owned_tiles(row_hi, query_len, window, TILE, WINDOW)
     tile_lo = first_tile + i_s * _splits(first_tile, last_tile, num_splits, tiles_per_split)
     # A lane for each stretch of rows in one page.
     o_c = gl.arange(0, 32 * NUM_WARPS, layout=gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
     o_row = tile_lo * TILE + o_c * ROWS
-    wanted = (o_c < TILE // ROWS) & (o_row >= 0) & (o_row < row_hi) & (o_row // S < num_lanes)
+    wanted = (o_c < TILE // ROWS) & (o_row >= 0) & _owns(o_row, row_lo, row_hi, ROWS, WINDOW) & (o_row // S < num_lanes)
     page = gl.load(page_table_ptr + i_b.to(gl.int64) * stride_table_b + o_row // S, mask=wanted, other=0, cache_modifier=".cg")
     num_bytes = gl.where(wanted & (page >= 0) & (page < num_pages), ROWS * ROW_BYTES, 0)
     o_slot = o_row % S * ROW_BYTES
