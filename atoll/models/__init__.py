@@ -1,10 +1,15 @@
 """Models: one file per Hugging Face model_type; weights, tokenizers and configs from safetensors folders and GGUF files."""
 
-from atoll.models.base import Attend, Delta, HybridModel, Model
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from atoll.models.detokenizer import Detokenizer
-from atoll.models.loader import LoadedModel, default_dtype, load_model, resolve_model
 from atoll.models.model_config import DeltaShape, ModelConfig, MoEShape, RopeScaling
 from atoll.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from atoll.models.base import Attend, Delta, HybridModel, Model
+    from atoll.models.loader import LoadedModel, default_dtype, load_model, resolve_model
 
 __all__ = [
     "Attend",
@@ -22,3 +27,27 @@ __all__ = [
     "load_model",
     "resolve_model",
 ]
+
+# Loaded on first use: the server's own process wants a tokenizer, and not torch, which takes most of its start.
+_LAZY = {
+    "Attend": "atoll.models.base",
+    "Delta": "atoll.models.base",
+    "HybridModel": "atoll.models.base",
+    "LoadedModel": "atoll.models.loader",
+    "Model": "atoll.models.base",
+    "default_dtype": "atoll.models.loader",
+    "load_model": "atoll.models.loader",
+    "resolve_model": "atoll.models.loader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'atoll.models' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

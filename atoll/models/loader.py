@@ -16,8 +16,9 @@ from atoll.models.decoder import DecoderBase
 from atoll.models.gguf_file import GGUFFile
 from atoll.models.gguf_tokenizer import tokenizer_from_gguf
 from atoll.models.gguf_weights import ROPE_FACTORS, GGUFWeights
+from atoll.models.json_file import read_json
 from atoll.models.model_config import ModelConfig, canonical_model_type, config_from_gguf, config_from_hf
-from atoll.models.safetensors_weights import SafetensorsWeights, read_json
+from atoll.models.safetensors_weights import SafetensorsWeights
 from atoll.models.tokenizer import Tokenizer, tokenizer_from_folder
 
 ModelT = TypeVar("ModelT", bound=DecoderBase)

@@ -1,6 +1,5 @@
 """A folder's safetensors files, single or sharded, as one source of tensors; knows no model."""
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from atoll.errors import ModelError
+from atoll.models.json_file import read_json
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -48,17 +48,6 @@ class SafetensorsWeights:
             return self._files[name].get_tensor(name).to(dtype)
         except SafetensorError as error:
             raise ModelError(f"cannot read tensor {name} of {self.path}: {error}; fetch the folder again") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ModelError for a file that is missing, damaged or something else."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # ValueError covers bad JSON and bad UTF-8
-        raise ModelError(f"cannot read {path}: {error}; the folder is incomplete or damaged") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds a {type(content).__name__}, not an object; the file is damaged")
-    return content
 
 
 def _shards(folder: Path) -> dict[str, set[str] | None]:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 
 from atoll.errors import ModelError, RequestError
 from atoll.models.detokenizer import Detokenizer, PieceDecoder
-from atoll.models.safetensors_weights import read_json
+from atoll.models.json_file import read_json
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, as in OpenAI's API
 

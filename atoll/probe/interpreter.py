@@ -62,6 +62,9 @@ def repair_interpreter() -> None:
 
     interpreter._patch_lang_tensor = patch_tensor_with_index
     _patch_once_a_launch(interpreter)
+    _check_overflow_at_once(interpreter)
+    _remember_types(interpreter)
+    _share_shapes(tl.core)
 
 
 def _patch_once_a_launch(interpreter: Any) -> None:
@@ -83,6 +86,57 @@ def _patch_once_a_launch(interpreter: Any) -> None:
         return launch(self, *args, **kwargs)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_what_is_new, launch_anew
+
+
+def _check_overflow_at_once(interpreter: Any) -> None:
+    """Triton works out whether a sum, a difference or a product of integers overflows in ten operations of its own, and then tells nobody."""
+    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+    class Semantic(interpreter.TritonSemantic):
+        def binary_op_sanitize_overflow_impl(self, lhs: Any, rhs: Any, binary_op: Any) -> None:
+            scalar = lhs.type.scalar
+            if scalar.int_bitwidth < 64:
+                exact = operations[binary_op.__name__](lhs.handle.data, rhs.handle.data, dtype=np.int64)
+                if exact.min() < scalar.get_int_min_value() or exact.max() > scalar.get_int_max_value():
+                    raise OverflowError(f"{binary_op.__name__} leaves the range of {scalar}")
+
+    interpreter.TritonSemantic = Semantic
+
+
+def _remember_types(interpreter: Any) -> None:
+    """NumPy's type for one of Triton's, which Triton looks up in a table that it makes anew each time."""
+    find = interpreter._get_np_dtype
+    found: dict[str, np.dtype] = {}
+
+    def get_np_dtype(dtype: Any) -> np.dtype:
+        scalar = dtype.scalar
+        if scalar.name not in found:
+            found[scalar.name] = find(scalar)
+        return found[scalar.name]
+
+    interpreter._get_np_dtype = get_np_dtype
+
+
+def _share_shapes(core: Any) -> None:
+    """What a block type or a tensor keeps beside its own type is the same for all of one shape; Triton wraps each extent anew for every value."""
+    make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    of_types: dict[object, dict[str, Any]] = {}
+    of_tensors: dict[str, dict[str, Any]] = {}
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(core._unwrap_if_constexpr(extent) for extent in shape)
+        if key not in of_types:
+            make_type(self, element_ty, shape)
+            of_types[key] = dict(vars(self))
+        vars(self).update(of_types[key])
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in of_tensors:
+            make_tensor(self, handle, type)
+            of_tensors[type.name] = dict(vars(self))
+        vars(self).update(of_tensors[type.name], handle=handle, type=type, dtype=type.scalar)
+
+    core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
 
 
 @contextmanager

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from atoll.errors import RequestError
 from atoll.models.tokenizer import Tokenizer
 from atoll.server.schemas import schema_text
@@ -34,6 +32,7 @@ class GrammarConstraint:
     """An atoll.engine.constraint.Constraint around xgrammar's matcher of a compiled grammar. Pickled, it is packed: before any token has moved it."""
 
     def __init__(self, compiled: Any, packed: PackedConstraint, num_words: int) -> None:
+        import torch
         from xgrammar import GrammarMatcher
 
         self._packed = packed

@@ -4,9 +4,11 @@ transformers is asked for every prompt in one pass over prompt and output: where
 its own greedy decoding would have gone the same way. Its cache takes the engine's rounding: with a bf16 cache on one side only, near-ties may tip.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers
@@ -61,7 +63,12 @@ def smollm2() -> LoadedModel:
 def oracle() -> Iterator[Any]:
     path = resolve_model("smollm2")
     transformers.utils.logging.disable_progress_bar()
-    yield transformers.LlamaForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32).eval()
+    with pytest.MonkeyPatch.context() as patch:
+        # transformers reads the whole file twice, and makes the map of names anew for each module: more than half of its time.
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
+        model = transformers.LlamaForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32).eval()
+    yield model
     transformers.utils.logging.enable_progress_bar()
 
 

@@ -24,10 +24,10 @@ T = TypeVar("T")
 class WorkerPool:
     """Runs module-level functions in processes of their own."""
 
-    def __init__(self, interpret: bool) -> None:
+    def __init__(self, interpret: bool, workers: int = WORKERS) -> None:
         self._environment = {"TRITON_INTERPRET": "1" if interpret else "0", "OMP_NUM_THREADS": "1"}
         # Repaired before the first task: else a worker's answers would depend on which tests it had run.
-        self._pool = ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn"), initializer=repair_interpreter if interpret else None)
+        self._pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=repair_interpreter if interpret else None)
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         # A worker takes its environment when it starts, which is at a submit.
@@ -42,8 +42,8 @@ def interpreting_pool() -> WorkerPool:
     return WorkerPool(interpret=True)
 
 
-def compiling_pool() -> WorkerPool:
-    return WorkerPool(interpret=False)
+def compiling_pool(workers: int = WORKERS) -> WorkerPool:
+    return WorkerPool(interpret=False, workers=workers)
 
 
 def probe_interpreted(case: Case, config: DecodeConfig | None, fills: tuple[str, ...], backend: str = "triton") -> CaseReport:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from atoll.models.hybrid_decoder import HybridDecoder
+from atoll.models.json_file import read_json
 from atoll.models.loader import build_model, open_weights
 from atoll.models.model_config import config_from_hf
 from atoll.models.qwen3_5 import Qwen3_5Model
 from atoll.models.qwen3_5_moe import Qwen3_5MoeModel
 from atoll.models.qwen3_next import Qwen3NextModel
-from atoll.models.safetensors_weights import read_json
 from tests.models.dense import DenseAttention
 from tests.models.plain_delta import PlainDelta
 

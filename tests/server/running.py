@@ -1,10 +1,11 @@
 """A server with the demo model on a free port, in a thread of this process, so that tests can look into its engine."""
 
 import asyncio
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -28,6 +29,15 @@ def demo() -> LoadedModel:
     import torch
 
     return load_model("demo", device="cpu", dtype=torch.float32)
+
+
+@cache
+def shallow_demo() -> LoadedModel:
+    """Two of the demo's eight layers, one of each kind: what it says is noise, for tests that look at requests and not at answers."""
+    loaded = demo()
+    model: Any = copy.copy(loaded.model)
+    model.layers = model.layers[2:4]
+    return replace(loaded, model=model)
 
 
 class ThreadLink:
@@ -84,9 +94,9 @@ class Running:
 
 
 @contextmanager
-def running_server(engine_options: dict[str, Any] | None = None, **options: Any) -> Iterator[Running]:
+def running_server(engine_options: dict[str, Any] | None = None, loaded: LoadedModel | None = None, **options: Any) -> Iterator[Running]:
     """Stopped at the end in good order; what an engine that is still alive holds then must be nothing."""
-    loaded = demo()
+    loaded = loaded or demo()
     link = ThreadLink(loaded, make_engine_config(ENGINE | (engine_options or {})))
     config = ServerConfig(**{"port": 0, "api_key": None, "shutdown_s": 10.0, **options})
     service = Service(link, "demo", config, "0.0")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.server.programs import needs_clients, run_client
-from tests.server.running import Running, running_server
+from tests.server.running import Running, running_server, shallow_demo
 
 pytestmark = needs_clients
 
@@ -37,7 +37,7 @@ def fuzz(server: Running, folder: Path, *options: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_nothing_is_found(tmp_path: Path) -> None:
     # Short answers, and few at once, where a body does not say how many and how long.
-    with running_server({"max_model_len": 32}, api_key="sesame", max_n=2, max_queued=0) as server:
+    with running_server({"max_model_len": 32}, shallow_demo(), api_key="sesame", max_n=2, max_queued=0) as server:
         report = fuzz(server, tmp_path)
         assert report["failures"] == report["errors"] == [] and report["operations"]["tested"] == report["operations"]["total"] > 10
         # Not for being refused at the door.

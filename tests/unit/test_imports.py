@@ -22,7 +22,8 @@ def test_ops_stand_alone() -> None:
     assert brought_in("atoll.ops.attention", *ABOVE_OPS, "torch._dynamo") == []
 
 
-@pytest.mark.parametrize("module", [*NO_TORCH, "atoll", "atoll.cli"])
+# The server's own process has a tokenizer, and leaves the model to the engine's.
+@pytest.mark.parametrize("module", [*NO_TORCH, "atoll", "atoll.cli", "atoll.server.serve", "atoll.server.engine_process"])
 def test_pure_part_needs_no_torch(module: str) -> None:
     assert brought_in(module, "torch", "triton", "transformers") == []
 
