@@ -101,6 +101,8 @@ def _check_overflow_at_once(interpreter: Any) -> None:
                     raise OverflowError(f"{binary_op.__name__} leaves the range of {scalar}")
 
     interpreter.TritonSemantic = Semantic
+    # Triton 3.7 has one for all launches, 3.6 makes more.
+    interpreter.interpreter_semantic.__class__ = Semantic
 
 
 def _remember_types(interpreter: Any) -> None:

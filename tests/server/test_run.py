@@ -58,11 +58,11 @@ def said(process: subprocess.Popen[str]) -> str:
 
 
 def wait_for_imports(process: subprocess.Popen[str]) -> None:
-    """Until torch is being loaded: the command has begun, and does not listen yet."""
+    """Until the tokenizers' library is being loaded: the command has begun, and does not listen yet."""
     maps = Path(f"/proc/{process.pid}/maps")
     deadline = time.monotonic() + WAIT_S
-    while "libtorch" not in maps.read_text():
-        assert time.monotonic() < deadline and process.poll() is None, "the command does not load torch"
+    while "tokenizers" not in maps.read_text():
+        assert time.monotonic() < deadline and process.poll() is None, "the command does not load the tokenizers' library"
         time.sleep(0.01)
 
 
