@@ -1,7 +1,6 @@
 """Atoll serves language models from a paged pool in which a sequence's output depends only on the rows that it owns."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atoll.errors import (
     AtollError,
@@ -15,6 +14,7 @@ from atoll.errors import (
     RequestError,
     SpecError,
 )
+from atoll.lazy import imported_on_use
 
 if TYPE_CHECKING:
     from atoll.engine.llm import LLM
@@ -43,21 +43,16 @@ __all__ = [
 ]
 
 # Loaded on first use, so that `import atoll` does not import torch.
-_LAZY = {
-    "LLM": "atoll.engine.llm",
-    "RequestOutput": "atoll.engine.output",
-    "SamplingParams": "atoll.engine.sampling",
-    "StreamPiece": "atoll.engine.output",
-    "TokenLogprobs": "atoll.engine.output",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'atoll' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = imported_on_use(
+    __name__,
+    {
+        "LLM": "atoll.engine.llm",
+        "RequestOutput": "atoll.engine.output",
+        "SamplingParams": "atoll.engine.sampling",
+        "StreamPiece": "atoll.engine.output",
+        "TokenLogprobs": "atoll.engine.output",
+    },
+)
 
 
 def __dir__() -> list[str]:

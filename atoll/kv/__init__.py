@@ -3,12 +3,12 @@
 The ledgers need no torch, so that a scheduler can run without it; the names that do need it are imported on first use.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atoll.kv.guard import ReleaseGuard
 from atoll.kv.ledger import NULL_PAGE, PageClass, PageLedger
 from atoll.kv.slot_ledger import SlotLedger
+from atoll.lazy import imported_on_use
 
 if TYPE_CHECKING:
     from atoll.kv.fills import FILLS
@@ -34,20 +34,17 @@ __all__ = [
     "save_states",
 ]
 
-_NEEDS_TORCH = {
-    "FILLS": "atoll.kv.fills",
-    "PageLayout": "atoll.kv.layout",
-    "PagePool": "atoll.kv.pool",
-    "SlotLayout": "atoll.kv.slots",
-    "SlotPool": "atoll.kv.slots",
-    "num_image_pages": "atoll.kv.images",
-    "num_pages_for_bytes": "atoll.kv.pool",
-    "restore_states": "atoll.kv.images",
-    "save_states": "atoll.kv.images",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _NEEDS_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
+__getattr__ = imported_on_use(
+    __name__,
+    {
+        "FILLS": "atoll.kv.fills",
+        "PageLayout": "atoll.kv.layout",
+        "PagePool": "atoll.kv.pool",
+        "SlotLayout": "atoll.kv.slots",
+        "SlotPool": "atoll.kv.slots",
+        "num_image_pages": "atoll.kv.images",
+        "num_pages_for_bytes": "atoll.kv.pool",
+        "restore_states": "atoll.kv.images",
+        "save_states": "atoll.kv.images",
+    },
+)

@@ -1,8 +1,8 @@
 """Models: one file per Hugging Face model_type; weights, tokenizers and configs from safetensors folders and GGUF files."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from atoll.lazy import imported_on_use
 from atoll.models.detokenizer import Detokenizer
 from atoll.models.model_config import DeltaShape, ModelConfig, MoEShape, RopeScaling
 from atoll.models.tokenizer import Tokenizer
@@ -29,24 +29,19 @@ __all__ = [
 ]
 
 # Loaded on first use: the server's own process wants a tokenizer, and not torch, which takes most of its start.
-_LAZY = {
-    "Attend": "atoll.models.base",
-    "Delta": "atoll.models.base",
-    "HybridModel": "atoll.models.base",
-    "LoadedModel": "atoll.models.loader",
-    "Model": "atoll.models.base",
-    "default_dtype": "atoll.models.loader",
-    "load_model": "atoll.models.loader",
-    "resolve_model": "atoll.models.loader",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'atoll.models' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = imported_on_use(
+    __name__,
+    {
+        "Attend": "atoll.models.base",
+        "Delta": "atoll.models.base",
+        "HybridModel": "atoll.models.base",
+        "LoadedModel": "atoll.models.loader",
+        "Model": "atoll.models.base",
+        "default_dtype": "atoll.models.loader",
+        "load_model": "atoll.models.loader",
+        "resolve_model": "atoll.models.loader",
+    },
+)
 
 
 def __dir__() -> list[str]:

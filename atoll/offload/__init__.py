@@ -1,8 +1,8 @@
 """Offload: pages and states that leave the pool for other tiers and come back, through a connector protocol."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from atoll.lazy import imported_on_use
 from atoll.offload.base import BlobKind, Completion, Connector, ConnectorStats, Found, Metadata, Span, TierStats, Transfer
 
 if TYPE_CHECKING:
@@ -11,8 +11,5 @@ if TYPE_CHECKING:
 __all__ = ["BlobKind", "Completion", "Connector", "ConnectorStats", "Found", "Metadata", "Span", "TierStats", "Transfer", "make_offload"]
 
 
-def __getattr__(name: str) -> Any:
-    # Loaded on first use: the scheduler's side runs without torch.
-    if name != "make_offload":
-        raise AttributeError(f"module 'atoll.offload' has no attribute {name!r}")
-    return importlib.import_module("atoll.offload.build").make_offload
+# The scheduler's side runs without torch.
+__getattr__ = imported_on_use(__name__, {"make_offload": "atoll.offload.build"})

@@ -12,7 +12,7 @@ LONG_FILES = ("atoll/ops/attention/gluon_kernel_sm90.py", "atoll/ops/attention/t
 
 # Low to high: a part imports its own and lower ones only. What stands on one line may not import its neighbours there.
 PART_ORDER: tuple[tuple[str, ...], ...] = (
-    ("atoll.errors",),
+    ("atoll.errors", "atoll.lazy"),
     ("atoll.config",),
     ("atoll.ops",),
     ("atoll.kv",),
@@ -31,6 +31,7 @@ PART_ORDER: tuple[tuple[str, ...], ...] = (
 # Pure parts: they run, and are tested, without torch.
 NO_TORCH = (
     "atoll.errors",
+    "atoll.lazy",
     "atoll.config",
     "atoll.kv.guard",
     "atoll.offload.base",

@@ -1,5 +1,6 @@
 """What an import brings in: `ops` stands alone, and the pure parts need no torch."""
 
+import importlib
 import subprocess
 import sys
 
@@ -26,6 +27,14 @@ def test_ops_stand_alone() -> None:
 @pytest.mark.parametrize("module", [*NO_TORCH, "atoll", "atoll.cli", "atoll.server.serve", "atoll.server.engine_process"])
 def test_pure_part_needs_no_torch(module: str) -> None:
     assert brought_in(module, "torch", "triton", "transformers") == []
+
+
+@pytest.mark.parametrize("package", ["atoll", "atoll.kv", "atoll.models", "atoll.offload"])
+def test_every_name_of_a_package_is_there_and_no_other(package: str) -> None:
+    module = importlib.import_module(package)
+    assert all(getattr(module, name) is not None for name in module.__all__)
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
+        _ = module.nothing
 
 
 def test_what_comes_along_is_seen() -> None:
