@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources
 from atoll.bench.shapes import DecodeShape
 from atoll.bench.workload import page_layout
 from atoll.ops.attention import BatchShape, DecodeConfig, choose_backend, decode_attention, plan_decode
-from atoll.ops.attention.combine import CHUNK
+from atoll.ops.attention.combine import merge_shape
 from atoll.probe.parallel import MAX_PROCESSES, process_pool
 
 _POOL_PAGES = 2
@@ -31,16 +31,12 @@ class Variant:
     backend: str = "triton"
 
     def key(self) -> tuple[object, ...]:
-        """Equal for variants that share their compiled kernels: these know whether there are splits or programs to merge, and whether few splits or many."""
-        config, merged = self.config, bool(self.config.num_programs)
-        splits = min(config.num_splits, 2 if config.num_splits <= CHUNK else CHUNK + 1)
-        config = replace(config, num_splits=splits, tiles_per_split=0, peel_above=0, num_programs=int(merged))
-        return self.backend, self.shape.spec(mask_unowned_kv=self.mask_unowned_kv), config, max(32, triton.next_power_of_2(self.shape.batch)) if merged else 1
-
-    @property
-    def batch(self) -> int:
-        """Sequences to build for: elsewhere than in a balanced kernel they are in the grid and the workspace's size only."""
-        return self.shape.batch if self.config.num_programs else 1
+        """Equal for variants that share their compiled kernels: these know whether there are splits or programs to merge, and how."""
+        spec, config, batch = self.shape.spec(mask_unowned_kv=self.mask_unowned_kv), self.config, self.shape.batch
+        merge = merge_shape(spec, config.num_splits, batch) if config.num_splits > 1 else None
+        lengths = max(32, triton.next_power_of_2(batch)) if config.num_programs else 1
+        config = replace(config, num_splits=min(config.num_splits, 2), tiles_per_split=0, peel_above=0, num_programs=int(bool(config.num_programs)))
+        return self.backend, spec, config, merge, lengths
 
 
 def default_config(shape: DecodeShape, device: torch.device, backend: str, *, mask_unowned_kv: bool = True) -> DecodeConfig:
@@ -69,9 +65,9 @@ def _build(variant: Variant) -> str | None:
     layout = page_layout(shape)
     scales = [torch.ones(1, device=device)] * 2 if shape.kv_format == "fp8_tensor" else [None, None]
     kv = layout.layer_kv(torch.zeros(_POOL_PAGES, layout.page_bytes, dtype=torch.uint8, device=device), 0, *scales)
-    table = torch.zeros(variant.batch, shape.lanes, dtype=torch.int32)
-    plan = plan_decode(spec, [0] * variant.batch, table, device=device, backend=variant.backend, max_seq_len=shape.ctx, config=variant.config)
-    q = torch.zeros(variant.batch, spec.query_len, spec.num_q_heads, spec.head_dim, dtype=spec.q_dtype, device=device)
+    table = torch.zeros(variant.shape.batch, shape.lanes, dtype=torch.int32)
+    plan = plan_decode(spec, [0] * variant.shape.batch, table, device=device, backend=variant.backend, max_seq_len=shape.ctx, config=variant.config)
+    q = torch.zeros(variant.shape.batch, spec.query_len, spec.num_q_heads, spec.head_dim, dtype=spec.q_dtype, device=device)
     try:
         decode_attention(q, kv, plan)
         torch.cuda.synchronize(device)

@@ -13,17 +13,20 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 # One warp holds 32 splits of 128 values, so that no sum crosses warps: 1.3 to 2 us less per call than four warps over [16, 256] (H200, 1 x 1024 and 16 x 1024).
-# More splits it takes 64 at a time, of half as many values: 1 us less than in two rounds (1 x 4096), where they are few 0.3 us more (1 x 1024).
 CHUNK = 32
 BLOCK_D = 128
 NUM_WARPS = 1
+# More splits it takes 64 at a time: 1 us less than in two rounds (1 x 4096).
+MAX_CHUNK = 64
+# Up to 8 splits it takes 8, and of many rows 256 values: with four drafts 16 x 1024 in 13 us, 17; but 16 splits are no quicker by 16 (1 x 1024 5.6 us, 4.6).
+MIN_CHUNK = 8
+MANY_ROWS = 1024
 
 
 def combine(out: torch.Tensor, lse: torch.Tensor, plan: DecodePlan, sinks: torch.Tensor | None) -> None:
     """Launch the merge of `plan.partial_o` and `plan.partial_lse` (base 2) into `out` and `lse` (natural)."""
     spec, cfg = plan.spec, plan.config
-    chunk = chunk_of(spec, cfg.num_splits)
-    block_d = min(spec.head_dim, BLOCK_D * CHUNK // chunk)
+    chunk, block_d = merge_shape(spec, cfg.num_splits, plan.batch)
     combine_kernel[(spec.num_q_heads, plan.batch * spec.query_len, spec.head_dim // block_d)](
         out,
         lse,
@@ -50,9 +53,17 @@ def combine(out: torch.Tensor, lse: torch.Tensor, plan: DecodePlan, sinks: torch
     )
 
 
-def chunk_of(spec: DecodeSpec, num_splits: int) -> int:
-    """Splits that are added at a time. With batch_invariant their sum's order depends on the sequence's own splits, not on how many the plan has room for."""
-    return 2 * CHUNK if num_splits > CHUNK and not spec.batch_invariant else CHUNK
+def merge_shape(spec: DecodeSpec, num_splits: int, batch: int) -> tuple[int, int]:
+    """Splits that a program adds at a time, and values of each.
+
+    With batch_invariant the order of their sum depends on the sequence's own splits, not on how many the plan has room for, nor on the batch.
+    """
+    if spec.batch_invariant or MIN_CHUNK < num_splits <= CHUNK:
+        return CHUNK, min(spec.head_dim, BLOCK_D)
+    if num_splits > CHUNK:
+        return MAX_CHUNK, min(spec.head_dim, BLOCK_D // 2)
+    many = batch * spec.query_len * spec.num_q_heads >= MANY_ROWS
+    return MIN_CHUNK, min(spec.head_dim, 2 * BLOCK_D if many else BLOCK_D)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from atoll.ops.attention.gluon_kernel_sm90 import (
     _load_query,
     _make_ring,
     _owned_tiles,
+    _partly_seen_values,
     _value_scale,
     _write_output,
     program_barrier,
@@ -126,6 +127,10 @@ def decode_balanced_kernel(
     query_len,
     batch,
     num_kv_heads,
+    v_ptr,  # what v_desc describes, as int32 words, which the strides count
+    stride_v_p,
+    stride_v_h,
+    stride_v_s,
     stride_q_b,
     stride_q_t,
     stride_q_h,
@@ -155,19 +160,19 @@ def decode_balanced_kernel(
     WINDOW: gl.constexpr,
     SOFT_CAP: gl.constexpr,
     SINKS: gl.constexpr,
-    MULTI_QUERY: gl.constexpr,
+    PARTLY: gl.constexpr,
     MASK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     NUM_WARPS: gl.constexpr,
-    COLUMN_WARPS: gl.constexpr,
-    SHARED_Q: gl.constexpr,
+    WGMMA: gl.constexpr,
     PDL: gl.constexpr,
 ):
     # As in decode_tma_kernel: no copy is started for the last two tiles.
     gl.static_assert(STAGES >= 3)
     H: gl.constexpr = D // 2
     W: gl.constexpr = H if FP8 else D
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS // COLUMN_WARPS, COLUMN_WARPS], [16, 8])
+    # Each warp takes 16 rows of K, or of V transposed, and all query rows.
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3 if WGMMA else 2, 0], [NUM_WARPS, 1], [16, M, 16] if WGMMA else [16, 8])
     # Each warp holds all sequences, so that no sum over them crosses warps.
     batch_layout: gl.constexpr = gl.BlockedLayout([BATCH // 32], [32], [NUM_WARPS], [0])
     i_p = gl.program_id(0)
@@ -201,7 +206,7 @@ def decode_balanced_kernel(
         table_ptr = page_table_ptr + i_b.to(gl.int64) * stride_table_b
         tile_lo = first_tile + here - pair_lo
         tile_hi = gl.minimum(first_tile + end - pair_lo, last_tile)
-        page0, page1, page2, page3 = _first_copies(
+        _first_copies(
             k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, table_ptr, tile_lo, tile_hi, row_lo, row_hi, i_pair % num_heads // ROW_BLOCKS,
             TILE, S, WINDOW, STAGES,
         )  # fmt: skip
@@ -214,18 +219,27 @@ def decode_balanced_kernel(
             stop = gl.minimum(pair_lo + num_tiles, end)
             tile_lo = first_tile + here - pair_lo
             tile_hi = gl.minimum(first_tile + stop - pair_lo, last_tile)
+            table_ptr = page_table_ptr + i_b.to(gl.int64) * stride_table_b
+            head_ptr = v_ptr + i_h.to(gl.int64) * stride_v_h
+            right = 0
+            left = 0
+            if PARTLY and MASK_KV:
+                right, left = _partly_seen_values(
+                    head_ptr, stride_v_p, stride_v_s, table_ptr, tile_lo, tile_hi, row_lo, row_hi, query_len, window, TILE, S, W, CAUSAL, WINDOW, PARTLY,
+                    NUM_WARPS,
+                )  # fmt: skip
             q0, q1, q_scale = _load_query(
-                q_ptr, sm_scale, i_b, i_h, first_m, query_len, stride_q_b, stride_q_t, stride_q_h, GROUP, M, H, FP8, NUM_WARPS, SHARED_Q, mma
+                q_ptr, sm_scale, i_b, i_h, first_m, query_len, stride_q_b, stride_q_t, stride_q_h, GROUP, M, H, FP8, NUM_WARPS, WGMMA, mma
             )  # fmt: skip
             if FP8 and not PER_TOKEN:
                 q_scale = q_scale * gl.load(k_scale_ptr)
             acc0, acc1, p_sum, b_max, v_unit, i_slot, phase = _attend_tiles(
-                k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, phase, page0, page1, page2, page3, page_table_ptr + i_b.to(gl.int64) * stride_table_b,
+                k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, phase, right, left, table_ptr,
                 k_scale_ptr + i_h.to(gl.int64) * stride_ks_h if PER_TOKEN else k_scale_ptr,
                 v_scale_ptr + i_h.to(gl.int64) * stride_vs_h if PER_TOKEN else v_scale_ptr,
-                q0, q1, q_scale, soft_cap, i_h, first_m, tile_lo, tile_hi, row_lo, row_hi, window, query_len, stride_ks_p, stride_ks_s,
-                stride_vs_p, stride_vs_s, GROUP, M, H, W, TILE, S, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, STAGES, NUM_WARPS,
-                SHARED_Q, mma,
+                q0, q1, q_scale, soft_cap, head_ptr, stride_v_p, stride_v_s, i_h, first_m, tile_lo, tile_hi, row_lo, row_hi,
+                window, query_len, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
+                GROUP, M, H, W, TILE, S, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, PARTLY > 0, MASK_KV, STAGES, NUM_WARPS, WGMMA, mma,
             )  # fmt: skip
 
             # The next pair begins where this segment stops, unless the stretch ends there.
@@ -235,13 +249,13 @@ def decode_balanced_kernel(
             next_lo, next_first, next_last = _owned_tiles(next_hi, query_len, window, TILE, WINDOW)
             # Every warp is past its reads of the last tiles: their places can be filled.
             program_barrier()
-            page0, page1, page2, page3 = _first_copies(
+            _first_copies(
                 k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, page_table_ptr + next_b.to(gl.int64) * stride_table_b, next_first,
                 gl.minimum(next_first + end - stop, next_last), next_lo, next_hi, i_next % num_heads // ROW_BLOCKS, TILE, S, WINDOW, STAGES,
             )  # fmt: skip
 
             v_scale = _value_scale(v_scale_ptr, v_unit, FP8, PER_TOKEN)
-            b_sum = gl.sum(p_sum, 0)
+            b_sum = gl.convert_layout(gl.sum(p_sum, 0), gl.SliceLayout(0, mma))
             first = pair_lo // share
             last = (pair_lo + num_tiles - 1) // share
             if first == last:

@@ -31,11 +31,13 @@ COVERS_ALL = False  # what it refuses, "auto" gives to the next backend
 
 HEAD_DIMS = (64, 128, 256)
 MIN_PAGE_SIZE = 16
-# q stays in registers, in each warp whole, up to so many rows; more are read from shared memory for every tile.
-MAX_REGISTER_ROWS = 32
 # More rows, or more of the accumulators, spill (ahead-of-time builds, tests/ops/test_build.py).
 MAX_ROWS = 64
 MAX_QUERY_VALUES = 32 * 256
+# q stays in registers, in each warp whole, up to so many rows; more are multiplied from shared memory by a whole warpgroup (wgmma), whose 64 rows take half of
+# a row of V.
+MAX_REGISTER_ROWS = 16
+MIN_WGMMA_HEAD_DIM = 128
 # Lengths that a program of the balanced kernel holds in registers.
 MAX_BALANCED_BATCH = 1024
 _TMA_ALIGN_BYTES = 16
@@ -86,31 +88,35 @@ def _tiles_and_splits(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
         return _wide_config(spec, shape)
     if spec.batch_invariant:
         # A fixed share per program, and two splits at least, as in triton_decode.
-        return DecodeConfig(64, max(2, -(-triton_decode.max_tiles(spec, shape, 64) // 16)), 16, 8 if block_rows(spec) > 16 else 4, 3)
-    if block_rows(spec) > 16:
-        # One program of 8 warps an SM: more do not fit into its registers.
-        return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, shape.num_sms // row_blocks(spec)), 0, 8, 6)
-    programs = max(1, shape.batch * spec.num_kv_heads)
-    if 0.9 * shape.num_sms <= programs <= shape.num_sms and spec.page_size >= 32 and block_rows(spec) == 8:
-        # One program an SM takes a whole sequence, and nothing is merged: 64 x 4096 in 66.2 and 66.9 us, 68.7 and 69.0 for two of tile 64.
-        return DecodeConfig(128, 1, 0, 8, 3)
+        return DecodeConfig(64, max(2, -(-triton_decode.max_tiles(spec, shape, 64) // 16)), 16, 4, 3)
+    programs = max(1, shape.batch * spec.num_kv_heads * row_blocks(spec))
     # Two programs an SM hide each other's barriers (256 x 16384 in 956 us, 968 for one; 16 x 16384 68.4, 71.1), but twice the splits cost more to merge where
     # each has few tiles: 1 x 65536 in 22.6 us for one, 25.0 for two; 4 x 4096 8.1, 9.1; 16 x 1024 8.4, 8.7. More than 3 stages bring nothing there (22.7,
     # 9.4, 9.6).
     tiles_per_sm = programs * triton_decode.max_tiles(spec, shape, 64) / shape.num_sms
+    if 0.9 * shape.num_sms <= programs <= shape.num_sms and spec.page_size >= 32 and _shares_long_tiles(spec, tiles_per_sm):
+        # One program an SM takes a whole sequence, and nothing is merged: 64 x 4096 in 66.2 and 66.9 us, 68.7 and 69.0 for two of tile 64.
+        return DecodeConfig(128, 1, 0, 8, 3)
     if spec.head_dim == 64 and is_fp8(spec.kv_format) and tiles_per_sm > 16:
         # 32 rows of V's pairs are those of two warps: 64 x 4096 with 8 KV heads in 65.2 us, 74.3 with four warps of which two compute the same twice.
         return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, 4 * shape.num_sms), 0, 2, 3)
-    slots = (2 if tiles_per_sm > 16 else 1) * shape.num_sms
+    slots = (2 if tiles_per_sm > 16 else 1) * shape.num_sms // row_blocks(spec)
     return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, slots), 0, 4, 3)
+
+
+def _shares_long_tiles(spec: DecodeSpec, tiles_per_sm: float) -> bool:
+    """Whether eight warps on tiles of 128 are as quick as two programs of four on tiles of 64."""
+    if uses_wgmma(spec):
+        # Four drafts 64 x 1024 in 24.1 us, 25.0 for two programs; 64 x 4096 74.4, 77.4, but with a scale per token 87.5, 80.1; 64 x 16384 302, 262.
+        return spec.head_dim == 256 and tiles_per_sm <= (64 if spec.kv_format == "fp8_tensor" else 16)
+    return block_rows(spec) == 8
 
 
 def _wide_config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
     """Rows of 512 bytes: three tiles of 64 fill an SM's shared memory, and are no slower than smaller ones for two programs (1 x 65536 37.0 us, 40.1)."""
-    warps = 8 if block_rows(spec) > 16 else 4
     if spec.batch_invariant:
-        return DecodeConfig(64, max(2, -(-triton_decode.max_tiles(spec, shape, 64) // 16)), 16, warps, 3)
-    return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, shape.num_sms), 0, warps, 3)
+        return DecodeConfig(64, max(2, -(-triton_decode.max_tiles(spec, shape, 64) // 16)), 16, 4, 3)
+    return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, shape.num_sms // row_blocks(spec)), 0, 4, 3)
 
 
 def candidates(spec: DecodeSpec, shape: BatchShape) -> list[DecodeConfig]:
@@ -120,12 +126,14 @@ def candidates(spec: DecodeSpec, shape: BatchShape) -> list[DecodeConfig]:
     base = config(spec, shape)
     # Half a tile starts sooner, and two warps of one are half as long at their meetings.
     small = [replace(base, tile=32, num_warps=2, num_stages=4)] if block_rows(spec) == 8 and not spec.batch_invariant else []
+    # Two warpgroups share a tile twice as long.
+    wide = [replace(base, tile=128, num_warps=8)] if uses_wgmma(spec) and is_fp8(spec.kv_format) and base.tile == 64 else []
     found = [replace(base, prefetch=not base.prefetch)]
-    for usual in (base, *small):
+    for usual in (base, *small, *wide):
         tiles = max(1, shape.batch * spec.num_kv_heads * row_blocks(spec)) * triton_decode.max_tiles(spec, shape, usual.tile)
         slots = [int(shape.num_sms * waves) for waves in (0.25, 0.5, 1, 2, *((4,) if usual.tile < 64 else ()))]
         splits = {triton_decode.choose_num_splits(spec, shape, usual.tile, n) for n in slots}
-        programs = {min(n, tiles) for n in slots} if can_balance(spec, shape.batch) else set()
+        programs = {min(n, tiles) for n in slots} if can_balance(spec, shape.batch) and not uses_wgmma(spec) else set()
         found += [replace(usual, num_splits=n) for n in sorted(splits)]
         found += [one_launch(spec, usual, n) for n in sorted(programs)]
     return found
@@ -142,19 +150,20 @@ def can_balance(spec: DecodeSpec, batch: int) -> bool:
     return not spec.batch_invariant and batch <= MAX_BALANCED_BATCH
 
 
+def uses_wgmma(spec: DecodeSpec) -> bool:
+    """Whether a warpgroup multiplies, q and P in shared memory, and not each warp by itself, both in its registers."""
+    return spec.query_len * spec.group_size > MAX_REGISTER_ROWS and spec.head_dim >= MIN_WGMMA_HEAD_DIM
+
+
 def block_rows(spec: DecodeSpec) -> int:
     """Query rows of a program: those of a KV head, padded to the columns of a multiply, up to the most that do not spill."""
-    return min(MAX_ROWS, MAX_QUERY_VALUES // spec.head_dim, max(8, triton.next_power_of_2(spec.query_len * spec.group_size)))
+    most = min(MAX_ROWS, MAX_QUERY_VALUES // spec.head_dim) if uses_wgmma(spec) else 32
+    return min(most, max(8, triton.next_power_of_2(spec.query_len * spec.group_size)))
 
 
 def row_blocks(spec: DecodeSpec) -> int:
     """Programs that share out a KV head's query rows, and each read all its tiles."""
     return -(-spec.query_len * spec.group_size // block_rows(spec))
-
-
-def column_warps(spec: DecodeSpec) -> int:
-    """Warps that share out the query rows of a tile, each with every row of K and V: else the rows of 17 and more take too many registers."""
-    return 2 if block_rows(spec) > 16 else 1
 
 
 def cache_refusal(kv: PagedKV) -> str | None:
@@ -176,6 +185,7 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
             raise BackendError(f"gluon_sm90 cannot read this cache: {descriptors}; align its rows and pages, or make the plan with backend='auto'")
         triton_decode.decode(q, kv, _portable(plan), out, lse, sinks)
         return
+    cache = _cache_words(kv)
     per_token = spec.kv_format == "fp8_token"
     inputs = (
         q,
@@ -211,28 +221,26 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         "WINDOW": spec.window is not None,
         "SOFT_CAP": spec.soft_cap is not None,
         "SINKS": spec.sinks,
-        "MULTI_QUERY": spec.query_len > 1,
+        "PARTLY": triton.next_power_of_2(spec.query_len - 1),
         "MASK_KV": spec.mask_unowned_kv,
         "STAGES": cfg.num_stages,
         "NUM_WARPS": cfg.num_warps,
-        "COLUMN_WARPS": column_warps(spec),
-        "SHARED_Q": block_rows(spec) > MAX_REGISTER_ROWS,
+        "WGMMA": uses_wgmma(spec),
         "PDL": has_dependent_launch(q.device),
         "num_warps": cfg.num_warps,
         **launch_options(q.device, cfg.max_registers),
     }
     if cfg.num_programs:
         decode_balanced_kernel[(cfg.num_programs,)](
-            out, lse, plan.partial_o, plan.partial_lse, plan.arrivals, *inputs, plan.batch, spec.num_kv_heads, *strides,
+            out, lse, plan.partial_o, plan.partial_lse, plan.arrivals, *inputs, plan.batch, spec.num_kv_heads, cache.v, *cache.v_strides, *strides,
             BATCH=max(32, triton.next_power_of_2(plan.batch)), **variant,
         )  # fmt: skip
         return
     split = cfg.num_splits > 1
     grid = (spec.num_kv_heads * row_blocks(spec), plan.batch, cfg.num_splits)
-    cache = _cache_bytes(kv)
     decode_tma_kernel[grid](
         out, lse, plan.partial_o, plan.partial_lse, *inputs, cfg.num_splits, cfg.tiles_per_split,
-        cache.k, cache.v, kv.num_pages, plan.page_table.shape[1], *cache.strides, *strides,
+        cache.k, cache.v, kv.num_pages, plan.page_table.shape[1], *cache.k_strides, *cache.v_strides, *strides,
         SPLIT=split, PREFETCH=cfg.prefetch and cache.dense and variant["PDL"], **variant,
     )  # fmt: skip
     if split:
@@ -252,22 +260,23 @@ def _portable(plan: DecodePlan) -> DecodePlan:
     return plan.prepared["portable"]
 
 
-class _CacheBytes(NamedTuple):
-    """K and V pages as bytes, for prefetching."""
+class _CacheWords(NamedTuple):
+    """K and V pages as int32, where the kernel reads them itself."""
 
-    k: torch.Tensor  # [P, HKV, S, bytes of a row]
+    k: torch.Tensor  # [P, HKV, S, words of a row]
     v: torch.Tensor
-    strides: tuple[int, ...]  # of a page and a head, of k and of v
+    k_strides: tuple[int, ...]  # of a page and a head
+    v_strides: tuple[int, ...]  # of a page, a head and a row
     dense: bool  # the rows of a page and head lie one after another
 
 
-def _cache_bytes(kv: PagedKV) -> _CacheBytes:
+def _cache_words(kv: PagedKV) -> _CacheWords:
     """Made once for a layer's cache."""
-    if "gluon_sm90 bytes" not in kv.prepared:
-        k, v = kv.k.view(torch.uint8), kv.v.view(torch.uint8)
+    if "gluon_sm90 words" not in kv.prepared:
+        k, v = kv.k.view(torch.int32), kv.v.view(torch.int32)
         dense = all(pages.stride(2) == pages.shape[3] for pages in (k, v))
-        kv.prepared["gluon_sm90 bytes"] = _CacheBytes(k, v, (*k.stride()[:2], *v.stride()[:2]), dense)
-    return kv.prepared["gluon_sm90 bytes"]
+        kv.prepared["gluon_sm90 words"] = _CacheWords(k, v, k.stride()[:2], v.stride()[:3], dense)
+    return kv.prepared["gluon_sm90 words"]
 
 
 def _descriptors(kv: PagedKV, rows: int) -> tuple[TensorDescriptor, TensorDescriptor] | str:

@@ -12,7 +12,7 @@ Lines that end in `# owned: name` are the promise; tests/ops/test_mutation.py ta
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -79,33 +79,27 @@ def _pages_of_tile(table_ptr, i_tile, tile_hi, row_lo, row_hi, TILE: gl.constexp
     """
     wanted = i_tile < tile_hi
     if S >= TILE:
-        page0 = gl.load(table_ptr + i_tile * TILE // S, mask=wanted, other=0)
-        return page0, page0, page0, page0
+        return (gl.load(table_ptr + i_tile * TILE // S, mask=wanted, other=0),)
     else:
         NUM: gl.constexpr = TILE // S
-        gl.static_assert(NUM == 2 or NUM == 4)
-        first = i_tile * NUM
-        m0 = wanted & _owns(i_tile * TILE, row_lo, row_hi, S, WINDOW)
-        m1 = wanted & _owns(i_tile * TILE + S, row_lo, row_hi, S, WINDOW)
-        page0 = gl.load(table_ptr + first, mask=m0, other=0)
-        page1 = gl.load(table_ptr + first + 1, mask=m1, other=0)
-        page2 = page0
-        page3 = page0
-        some = gl.where(m0, page0, page1)
-        if NUM == 4:
-            m2 = wanted & _owns(i_tile * TILE + 2 * S, row_lo, row_hi, S, WINDOW)
-            m3 = wanted & _owns(i_tile * TILE + 3 * S, row_lo, row_hi, S, WINDOW)
-            page2 = gl.load(table_ptr + first + 2, mask=m2, other=0)
-            page3 = gl.load(table_ptr + first + 3, mask=m3, other=0)
-            some = gl.where(m0 | m1, some, gl.where(m2, page2, page3))
-            page2 = gl.where(m2, page2, some)
-            page3 = gl.where(m3, page3, some)
-        return gl.where(m0, page0, some), gl.where(m1, page1, some), page2, page3
+        some = 0
+        owned = ()
+        read = ()
+        for i in gl.static_range(NUM):
+            m_page = wanted & _owns(i_tile * TILE + i * S, row_lo, row_hi, S, WINDOW)
+            page = gl.load(table_ptr + i_tile * NUM + i, mask=m_page, other=0)
+            some = gl.where(m_page, page, some)
+            owned += (m_page,)
+            read += (page,)
+        pages = ()
+        for i in gl.static_range(NUM):
+            pages += (gl.where(owned[i], read[i], some),)
+        return pages
 
 
 @gluon.jit
 def _copy_tile(
-    k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, page0, page1, page2, page3, i_tile, tile_hi, i_h, TILE: gl.constexpr, S: gl.constexpr
+    k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, pages, i_tile, tile_hi, i_h, TILE: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
     """Start the copies of a tile's K and V.
 
@@ -121,13 +115,12 @@ def _copy_tile(
     mbarrier.expect(v_bar, BYTES, pred=wanted)
     if NUM == 1:
         slot = i_tile * TILE % S
-        tma.async_copy_global_to_shared(k_desc, [page0, i_h, slot, 0], k_bar, k_smem.index(i_slot), pred=wanted)
-        tma.async_copy_global_to_shared(v_desc, [page0, i_h, slot, 0], v_bar, v_smem.index(i_slot), pred=wanted)
+        tma.async_copy_global_to_shared(k_desc, [pages[0], i_h, slot, 0], k_bar, k_smem.index(i_slot), pred=wanted)
+        tma.async_copy_global_to_shared(v_desc, [pages[0], i_h, slot, 0], v_bar, v_smem.index(i_slot), pred=wanted)
     else:
         for i in gl.static_range(NUM):
-            page = page0 if i == 0 else (page1 if i == 1 else (page2 if i == 2 else page3))
-            tma.async_copy_global_to_shared(k_desc, [page, i_h, 0, 0], k_bar, k_smem.index(i_slot).slice(i * S, S, dim=2), pred=wanted)
-            tma.async_copy_global_to_shared(v_desc, [page, i_h, 0, 0], v_bar, v_smem.index(i_slot).slice(i * S, S, dim=2), pred=wanted)
+            tma.async_copy_global_to_shared(k_desc, [pages[i], i_h, 0, 0], k_bar, k_smem.index(i_slot).slice(i * S, S, dim=2), pred=wanted)
+            tma.async_copy_global_to_shared(v_desc, [pages[i], i_h, 0, 0], v_bar, v_smem.index(i_slot).slice(i * S, S, dim=2), pred=wanted)
 
 
 @gluon.jit
@@ -170,63 +163,173 @@ def _load_keys(k_tile, H: gl.constexpr, FP8: gl.constexpr, a_layout: gl.constexp
 
 
 @gluon.jit
-def _load_values(v_tile, m_v, H: gl.constexpr, FP8: gl.constexpr, MASK: gl.constexpr, a_layout: gl.constexpr):
-    """V as two operands [D / 2, N]; with MASK zero where `m_v` is not."""
-    m_v = gl.expand_dims(m_v, 0)
+def _read_values(v_tile, H: gl.constexpr, FP8: gl.constexpr, a_layout: gl.constexpr):
+    """V transposed as it lies in shared memory: pairs of bytes [D / 2, N] twice, or two halves of 16 bits."""
     if FP8:
         b_v = v_tile.permute((1, 0)).load(a_layout)
-        if MASK:
-            b_v = _keep(m_v, b_v)  # owned: values
-        return _widen_halves(b_v)
+        return b_v, b_v
     else:
-        v0 = v_tile.slice(0, H, dim=1).permute((1, 0)).load(a_layout)
-        v1 = v_tile.slice(H, H, dim=1).permute((1, 0)).load(a_layout)
-        if MASK:
-            v0 = _keep(m_v, v0)  # owned: first half of wide values
-            v1 = _keep(m_v, v1)  # owned: second half of wide values
-        return v0, v1
+        return v_tile.slice(0, H, dim=1).permute((1, 0)).load(a_layout), v_tile.slice(H, H, dim=1).permute((1, 0)).load(a_layout)
 
 
 @gluon.jit
-def _multiply_keys(k_tile, q0, q1, M: gl.constexpr, H: gl.constexpr, TILE: gl.constexpr, FP8: gl.constexpr, SHARED_Q: gl.constexpr, mma: gl.constexpr):
-    """A tile of K in shared memory times q, [TILE, M]."""
-    b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    k0, k1 = _load_keys(k_tile, H, FP8, gl.DotOperandLayout(0, mma, 2))
+def _mask_values(v0, v1, m_v, FP8: gl.constexpr):
+    """Zero where not `m_v` [N]."""
+    m_v = gl.expand_dims(m_v, 0)
+    if FP8:
+        v0 = _keep(m_v, v0)  # owned: values
+        return v0, v0
+    else:
+        return _keep(m_v, v0), _keep(m_v, v1)  # owned: wide values
+
+
+@gluon.jit
+def _multiply_keys(
+    k_tile, q0, q1, FULL: gl.constexpr, M: gl.constexpr, H: gl.constexpr, TILE: gl.constexpr, FP8: gl.constexpr, WGMMA: gl.constexpr, mma: gl.constexpr
+):  # fmt: skip
+    """A tile of K in shared memory times q, [TILE, M]; with WGMMA to be waited for."""
     b_s = gl.zeros([TILE, M], gl.float32, mma)
-    if SHARED_Q:
-        b_s = mma_v2(k0, q0.permute((1, 0)).load(b_layout), b_s)
-        return mma_v2(k1, q1.permute((1, 0)).load(b_layout), b_s)
+    if WGMMA:
+        if FP8:
+            k0, k1 = _load_keys(k_tile, H, FP8, gl.DotOperandLayout(0, mma, 2))
+        else:
+            k0, k1 = k_tile.slice(0, H, dim=1), k_tile.slice(H, H, dim=1)
+        b_s = warpgroup_mma(k0, q0.permute((1, 0)), b_s, is_async=True)
+        if FP8 and not FULL:
+            # One half after the other: the masks beside take registers.
+            b_s = warpgroup_mma_wait(0, [b_s])
+            k0, k1 = _load_keys(k_tile, H, FP8, gl.DotOperandLayout(0, mma, 2))
+        return warpgroup_mma(k1, q1.permute((1, 0)), b_s, is_async=True)
     else:
         # Two chains of products, half as long.
+        k0, k1 = _load_keys(k_tile, H, FP8, gl.DotOperandLayout(0, mma, 2))
         return mma_v2(k0, q0, b_s) + mma_v2(k1, q1, b_s)
 
 
 @gluon.jit
-def _holds_nan(v_tile, rows, H: gl.constexpr, FP8: gl.constexpr, a_layout: gl.constexpr):
-    """Whether V's rows where `rows` hold NaN, or of 16 bits infinity, which 0 turns into NaN."""
-    rows = gl.expand_dims(rows, 0)
+def _multiply_values(v0, v1, b_p, acc0, acc1, FP8: gl.constexpr, WGMMA: gl.constexpr):
+    """V, as `_read_values` has it, times P added to the two halves of the sum."""
     if FP8:
-        b_v = v_tile.permute((1, 0)).load(a_layout)
-        found = ((b_v & 0x7F) == 0x7F) | ((b_v & 0x7F00) == 0x7F00)
+        v0, v1 = _widen_halves(v0)
+    if WGMMA:
+        # All of P is there.
+        program_barrier()
+        acc0 = warpgroup_mma(v0, b_p, acc0, is_async=True)
+        acc1 = warpgroup_mma(v1, b_p, acc1, is_async=True)
+        return warpgroup_mma_wait(0, [acc0, acc1])
     else:
-        EXPONENT: gl.constexpr = 0x7C00 if v_tile.dtype == gl.float16 else 0x7F80
-        v0 = v_tile.slice(0, H, dim=1).permute((1, 0)).load(a_layout).to(gl.int16, bitcast=True)
-        v1 = v_tile.slice(H, H, dim=1).permute((1, 0)).load(a_layout).to(gl.int16, bitcast=True)
-        found = ((v0 & EXPONENT) == EXPONENT) | ((v1 & EXPONENT) == EXPONENT)
-    return gl.max(gl.max(gl.where(found & rows, 1, 0), 0), 0) == 1
+        return mma_v2(v0, b_p, acc0), mma_v2(v1, b_p, acc1)
+
+
+@gluon.jit
+def _multiply_masked_values(
+    v_tile, m_v, b_p, acc0, acc1, H: gl.constexpr, FP8: gl.constexpr, MASK: gl.constexpr, WGMMA: gl.constexpr, a_layout: gl.constexpr
+):  # fmt: skip
+    """V in shared memory times P added to the two halves of the sum; with MASK zeros in place of rows where not `m_v` [N]."""
+    if WGMMA:
+        # One half after the other: the masks beside take registers.
+        v0, v1 = _read_values(v_tile, H, FP8, a_layout)
+        if MASK:
+            v0, v1 = _mask_values(v0, v1, m_v, FP8)
+        if FP8:
+            v0, v1 = _widen_halves(v0)
+        program_barrier()
+        acc0 = warpgroup_mma_wait(0, [warpgroup_mma(v0, b_p, acc0, is_async=True)])
+        v0, v1 = _read_values(v_tile, H, FP8, a_layout)
+        if MASK:
+            v0, v1 = _mask_values(v0, v1, m_v, FP8)
+        if FP8:
+            v0, v1 = _widen_halves(v0)
+        return acc0, warpgroup_mma_wait(0, [warpgroup_mma(v1, b_p, acc1, is_async=True)])
+    else:
+        v0, v1 = _read_values(v_tile, H, FP8, a_layout)
+        if MASK:
+            v0, v1 = _mask_values(v0, v1, m_v, FP8)
+        return _multiply_values(v0, v1, b_p, acc0, acc1, FP8, WGMMA)
+
+
+@gluon.jit
+def _rows_of_pages(
+    v_ptr, stride_v_p, stride_v_s, table_ptr, row_0, row_end, S: gl.constexpr, W: gl.constexpr, PARTLY: gl.constexpr, NUM_WARPS: gl.constexpr
+):  # fmt: skip
+    """V's rows [row_0, row_end), PARTLY at most, as words of two 16-bit values, and zeros to fill up: [PARTLY * W / 2]."""
+    o_w = gl.arange(0, PARTLY * W // 2, layout=gl.BlockedLayout([4], [32], [NUM_WARPS], [0]))
+    o_row = row_0 + o_w // (W // 2)
+    m_row = o_row < row_end
+    page = gl.load(table_ptr + o_row // S, mask=m_row, other=0)
+    o_v = page.to(gl.int64) * stride_v_p + o_row % S * stride_v_s + o_w % (W // 2)
+    return gl.load(v_ptr + o_v, mask=m_row, other=0)
+
+
+@gluon.jit
+def _or(a, b):
+    return a | b
+
+
+@gluon.jit
+def _holds_nan(b_v, FP8: gl.constexpr, BF16: gl.constexpr):
+    """Whether words hold NaN, or of 16-bit values infinity, which 0 turns into NaN: a field of ones alone overflows into the place of the sign."""
+    FIELD: gl.constexpr = 0x7F7F7F7F if FP8 else (0x7F807F80 if BF16 else 0x7C007C00)
+    LOWEST: gl.constexpr = 0x01010101 if FP8 else (0x00800080 if BF16 else 0x04000400)
+    SIGNS: gl.constexpr = -0x7F7F7F80 if FP8 else -0x7FFF8000
+    return (gl.reduce((b_v & FIELD) + LOWEST, 0, _or) & SIGNS) != 0
+
+
+@gluon.jit
+def _add_row(
+    acc0, acc1, b_weight, v_ptr, stride_v_p, stride_v_s, table_ptr, i_row, o_position, window,
+    H: gl.constexpr, S: gl.constexpr, FP8: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, dtype: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """One row of V, from its page, times `b_weight` [M] added to the two halves of the sum, where query rows at positions `o_position` [M] see it."""
+    m_seen = i_row <= o_position if CAUSAL else o_position == o_position  # owned: drafts
+    if WINDOW:
+        m_seen = m_seen & (i_row > o_position - window)  # owned: windows of drafts
+    page = gl.load(table_ptr + i_row // S)
+    first = v_ptr + (page.to(gl.int64) * stride_v_p + i_row % S * stride_v_s)
+    o_e = gl.arange(0, H, layout=gl.SliceLayout(1, mma))
+    if FP8:
+        o_v = first.to(gl.pointer_type(gl.float8e4nv), bitcast=True) + 2 * o_e
+        v0 = gl.load(o_v).to(gl.float32)
+        v1 = gl.load(o_v + 1).to(gl.float32)
+    else:
+        o_v = first.to(gl.pointer_type(dtype), bitcast=True) + o_e
+        v0 = gl.load(o_v).to(gl.float32)
+        v1 = gl.load(o_v + H).to(gl.float32)
+    m_seen = gl.expand_dims(m_seen, 0)
+    b_weight = gl.expand_dims(b_weight, 0)
+    return (
+        gl.where(m_seen, acc0 + gl.expand_dims(v0, 1) * b_weight, acc0),
+        gl.where(m_seen, acc1 + gl.expand_dims(v1, 1) * b_weight, acc1),
+    )
+
+
+@gluon.jit
+def _add_lane_rows(b_p, WGMMA: gl.constexpr):
+    """Rows r and r + 8 of each 16 of a tile, which a lane holds, added up, where registers are few: [TILE / 2, M]."""
+    if WGMMA:
+        return gl.sum(b_p.reshape([b_p.shape[0] // 16, 2, 8, b_p.shape[1]]), 1).reshape([b_p.shape[0] // 2, b_p.shape[1]])
+    else:
+        return b_p
 
 
 @gluon.jit
 def _attend_tile(
-    acc0, acc1, p_sum, b_max, v_unit, b_s, q_scale, b_ks, b_vs, b_vs_all, soft_cap, v_tile, i_tile, row_lo, row_hi, position_0, window, query_len, first_m,
-    FULL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, FP8: gl.constexpr, PER_TOKEN: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, MULTI_QUERY: gl.constexpr, MASK_KV: gl.constexpr, mma: gl.constexpr, all_layout: gl.constexpr,
+    acc0, acc1, p_sum, b_max, v_unit, b_s, q_scale, b_ks, b_vs, b_vs_all, soft_cap, k_tile, v_tile, nan_seen, v_ptr, stride_v_p, stride_v_s, table_ptr,
+    i_tile, row_lo, row_hi, common_lo, common_hi, position_0, window, first_m,
+    FULL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, S: gl.constexpr, FP8: gl.constexpr, PER_TOKEN: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, MULTI_QUERY: gl.constexpr, MASK_KV: gl.constexpr, WGMMA: gl.constexpr,
+    mma: gl.constexpr, all_layout: gl.constexpr,
 ):  # fmt: skip
     """One online-softmax step over a tile's products `b_s` with q and its V in shared memory; every query row sees it in full (FULL) or by its own mask."""
     a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     M: gl.constexpr = q_scale.shape[0]
     H: gl.constexpr = acc0.shape[0]
+    if WGMMA:
+        if FP8 and FULL:
+            # While the products are on their way.
+            v0, v1 = _read_values(v_tile, H, FP8, a_layout)
+        b_s = warpgroup_mma_wait(0, [b_s])
     b_s = b_s * gl.expand_dims(q_scale, 0)
     if PER_TOKEN:
         b_s = b_s * gl.expand_dims(b_ks, 1)
@@ -252,7 +355,8 @@ def _attend_tile(
     b_decay = gl.exp2(b_max - b_shift)
     b_p = gl.exp2(b_s - gl.expand_dims(b_shift, 0))
     # Summed over the rows of a lane's own, and over lanes and warps once at the end.
-    p_sum = p_sum * gl.expand_dims(b_decay, 0) + b_p
+    sums: gl.constexpr = gl.SliceLayout(0, p_sum.type.layout)
+    p_sum = p_sum * gl.expand_dims(gl.convert_layout(b_decay, sums, assert_trivial=True), 0) + _add_lane_rows(b_p, WGMMA)
     if PER_TOKEN:
         # P times the scale relative to the tile's largest keeps P within fp16, whatever the scales; the values are kept in units of the last tile's.
         if not FULL and not MASK_KV:
@@ -268,72 +372,88 @@ def _attend_tile(
         v_unit = unit
     acc0 = acc0 * gl.expand_dims(b_decay, 0)
     acc1 = acc1 * gl.expand_dims(b_decay, 0)
-    b_p = gl.convert_layout(b_p.to(gl.float16 if FP8 else v_tile.dtype), b_layout)
-    o_v = i_tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, a_layout))
-    if FULL:
-        v0, v1 = _load_values(v_tile, o_v < row_hi, H, FP8, False, a_layout)
-        return mma_v2(v0, b_p, acc0), mma_v2(v1, b_p, acc1), p_sum, b_top, v_unit
+    b_p = b_p.to(gl.float16 if FP8 else v_tile.dtype)
+    if WGMMA:
+        # P takes the place of K, which every warp is past.
+        p_smem = k_tile._reinterpret(b_p.dtype, [TILE, M], gl.NVMMASharedLayout(min(128, 2 * M), 16, 2))
+        p_smem.store(b_p)
+        fence_async_shared()
+        b_p = p_smem
     else:
-        m_v = o_v < row_hi
-        if WINDOW:
-            m_v = m_v & (o_v >= row_lo)
+        b_p = gl.convert_layout(b_p, b_layout)
+    if FULL:
+        if WGMMA and not FP8:
+            v0 = v_tile.slice(0, H, dim=1).permute((1, 0))
+            v1 = v_tile.slice(H, H, dim=1).permute((1, 0))
+        elif not WGMMA:
+            v0, v1 = _read_values(v_tile, H, FP8, a_layout)
+        acc0, acc1 = _multiply_values(v0, v1, b_p, acc0, acc1, FP8, WGMMA)
+        return acc0, acc1, p_sum, b_top, v_unit
+    else:
+        value_lo = row_lo
+        value_hi = row_hi
         if MULTI_QUERY and MASK_KV:
-            # A row that one query token sees may hold NaN, and another that does not see it must not meet it: 0 * NaN.
-            m_common = o_v < (row_hi - query_len + 1 if CAUSAL else row_hi)
-            if WINDOW:
-                m_common = m_common & (o_v >= row_hi - window)
-            if _holds_nan(v_tile, m_v & ~m_common, H, FP8, a_layout):  # owned: seen values
-                o_t = (first_m + gl.arange(0, M, layout=gl.SliceLayout(0, mma))) // GROUP
-                zero = gl.zeros([H, M], gl.float32, mma)
-                for i_t in range(first_m // GROUP, gl.minimum((first_m + M - 1) // GROUP + 1, query_len)):
-                    m_t = o_v < (gl.minimum(row_hi, position_0 + i_t + 1) if CAUSAL else row_hi)  # owned: drafts
-                    if WINDOW:
-                        m_t = m_t & (o_v > position_0 + i_t - window)  # owned: windows of drafts
-                    t0, t1 = _load_values(v_tile, m_t, H, FP8, True, a_layout)
-                    m_rows = gl.expand_dims(o_t == i_t, 0)
-                    acc0 = gl.where(m_rows, acc0 + mma_v2(t0, b_p, zero), acc0)
-                    acc1 = gl.where(m_rows, acc1 + mma_v2(t1, b_p, zero), acc1)
-            else:
-                v0, v1 = _load_values(v_tile, m_v, H, FP8, True, a_layout)
-                acc0 = mma_v2(v0, b_p, acc0)
-                acc1 = mma_v2(v1, b_p, acc1)
-            return acc0, acc1, p_sum, b_top, v_unit
-        else:
-            v0, v1 = _load_values(v_tile, m_v, H, FP8, MASK_KV, a_layout)
-            return mma_v2(v0, b_p, acc0), mma_v2(v1, b_p, acc1), p_sum, b_top, v_unit
+            # A row that one query token sees may hold NaN, and another that does not see it must not meet it: 0 * NaN. Then such rows are added by themselves.
+            value_lo = gl.where(nan_seen, common_lo, row_lo)
+            value_hi = gl.where(nan_seen, common_hi, row_hi)
+        o_v = i_tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, a_layout))
+        m_v = o_v < value_hi
+        if WINDOW:
+            m_v = m_v & (o_v >= value_lo)
+        acc0, acc1 = _multiply_masked_values(v_tile, m_v, b_p, acc0, acc1, H, FP8, MASK_KV, WGMMA, a_layout)
+        if MULTI_QUERY and MASK_KV:
+            if nan_seen:
+                weights = p_smem.load(mma) if WGMMA else gl.convert_layout(b_p, mma)
+                for i_row in range(gl.maximum(i_tile * TILE, row_lo), gl.minimum(i_tile * TILE + TILE, row_hi)):
+                    if (i_row < value_lo) | (i_row >= value_hi):
+                        b_weight = gl.sum(gl.where(gl.expand_dims(o_row == i_row, 1), weights.to(gl.float32), 0.0), 0)
+                        acc0, acc1 = _add_row(
+                            acc0, acc1, b_weight, v_ptr, stride_v_p, stride_v_s, table_ptr, i_row, position_0 + o_t, window,
+                            H, S, FP8, CAUSAL, WINDOW, v_tile.dtype, mma,
+                        )  # fmt: skip
+        return acc0, acc1, p_sum, b_top, v_unit
 
 
 @gluon.jit
 def _load_query(
     q_ptr, sm_scale, i_b, i_h, first_m, query_len, stride_q_b, stride_q_t, stride_q_h,
-    GROUP: gl.constexpr, M: gl.constexpr, H: gl.constexpr, FP8: gl.constexpr, NUM_WARPS: gl.constexpr, SHARED_Q: gl.constexpr, mma: gl.constexpr,
+    GROUP: gl.constexpr, M: gl.constexpr, H: gl.constexpr, FP8: gl.constexpr, NUM_WARPS: gl.constexpr, WGMMA: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """M query rows of one KV head, from `first_m` on, as two operands, in the order that `_load_keys` gives K, and the factor of their scores (base 2).
 
-    The operands are registers, or with SHARED_Q shared memory [M, H].
+    The operands are registers, or with WGMMA shared memory [M, H].
     """
     q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [NUM_WARPS, 1], [1, 0])
     b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     o_m = first_m + gl.arange(0, M, layout=gl.SliceLayout(1, q_layout))
-    o_e = gl.arange(0, H, layout=gl.SliceLayout(0, q_layout))
     o_q = i_b.to(gl.int64) * stride_q_b + (o_m // GROUP) * stride_q_t + (i_h * GROUP + o_m % GROUP) * stride_q_h
-    o_q = gl.expand_dims(o_q, 1) + gl.expand_dims(o_e // 2 * 4 + o_e % 2 if FP8 else o_e, 0)
     m_q = gl.expand_dims(o_m < query_len * GROUP, 1)
-    q0 = gl.load(q_ptr + o_q, mask=m_q, other=0.0)
-    q1 = gl.load(q_ptr + o_q + (2 if FP8 else H), mask=m_q, other=0.0)
     row_scale = gl.full([M], 1.0, gl.float32, gl.SliceLayout(1, q_layout))
     if FP8:
+        o_d = gl.arange(0, 2 * H, layout=gl.SliceLayout(0, q_layout))
+        b_q = gl.load(q_ptr + (gl.expand_dims(o_q, 1) + gl.expand_dims(o_d, 0)), mask=m_q, other=0.0).to(gl.float32)
         # fp16 holds e4m3 exactly; a power of two brings each row of q into its range.
-        q0 = q0.to(gl.float32)
-        q1 = q1.to(gl.float32)
-        exponent = gl.ceil(gl.log2(gl.maximum(gl.max(gl.abs(q0), 1), gl.max(gl.abs(q1), 1))))
-        row_scale = gl.where(gl.abs(exponent) < 126.0, gl.exp2(exponent), 1.0)
-        q0 = (q0 / gl.expand_dims(row_scale, 1)).to(gl.float16)
-        q1 = (q1 / gl.expand_dims(row_scale, 1)).to(gl.float16)
+        exponent = gl.ceil(gl.log2(gl.max(gl.abs(b_q), 1)))
+        exponent = gl.where(gl.abs(exponent) < 126.0, exponent, 0.0)
+        row_scale = gl.exp2(exponent)
+        b_q = (b_q * gl.expand_dims(gl.exp2(-exponent), 1)).to(gl.float16)
+        # Each second pair of neighbours.
+        q0, q1 = b_q.reshape([M, H // 2, 2, 2]).permute((0, 1, 3, 2)).split()
+        q0 = q0.reshape([M, H])
+        q1 = q1.reshape([M, H])
+    else:
+        o_e = gl.arange(0, H, layout=gl.SliceLayout(0, q_layout))
+        o_q = gl.expand_dims(o_q, 1) + gl.expand_dims(o_e, 0)
+        q0 = gl.load(q_ptr + o_q, mask=m_q, other=0.0)
+        q1 = gl.load(q_ptr + o_q + H, mask=m_q, other=0.0)
     q_scale = gl.convert_layout(row_scale * (sm_scale * LOG2_E), gl.SliceLayout(0, mma))
-    if SHARED_Q:
-        layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8 if H >= 64 else 4, [1, 0])
-        return gl.allocate_shared_memory(q0.dtype, [M, H], layout, q0), gl.allocate_shared_memory(q1.dtype, [M, H], layout, q1), q_scale
+    if WGMMA:
+        layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        q0 = gl.allocate_shared_memory(q0.dtype, [M, H], layout, q0)
+        q1 = gl.allocate_shared_memory(q1.dtype, [M, H], layout, q1)
+        fence_async_shared()
+        program_barrier()
+        return q0, q1, q_scale
     else:
         return gl.convert_layout(q0.permute((1, 0)), b_layout), gl.convert_layout(q1.permute((1, 0)), b_layout), q_scale
 
@@ -352,35 +472,66 @@ def _first_copies(
     k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, table_ptr, tile_lo, tile_hi, row_lo, row_hi, i_h,
     TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Start the copies of the first STAGES - 1 tiles into the slots from `i_slot` on. Returns the pages of the tile after them."""
+    """Start the copies of the first STAGES - 1 tiles into the slots from `i_slot` on."""
     for i in gl.static_range(STAGES - 1):
-        page0, page1, page2, page3 = _pages_of_tile(table_ptr, tile_lo + i, tile_hi, row_lo, row_hi, TILE, S, WINDOW)
-        slot = (i_slot + i) % STAGES
-        _copy_tile(k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, slot, page0, page1, page2, page3, tile_lo + i, tile_hi, i_h, TILE, S)
-    return _pages_of_tile(table_ptr, tile_lo + STAGES - 1, tile_hi, row_lo, row_hi, TILE, S, WINDOW)
+        pages = _pages_of_tile(table_ptr, tile_lo + i, tile_hi, row_lo, row_hi, TILE, S, WINDOW)
+        _copy_tile(k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, (i_slot + i) % STAGES, pages, tile_lo + i, tile_hi, i_h, TILE, S)
+
+
+@gluon.jit
+def _common_rows(row_hi, query_len, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """Rows [common_lo, common_hi) are seen by every query row."""
+    common_lo = gl.maximum(row_hi - window, 0) if WINDOW else row_hi * 0
+    common_hi = gl.maximum(row_hi - query_len + 1, 0) if CAUSAL else row_hi
+    return common_lo, common_hi
+
+
+@gluon.jit
+def _partly_seen_values(
+    v_ptr, stride_v_p, stride_v_s, table_ptr, tile_lo, tile_hi, row_lo, row_hi, query_len, window,
+    TILE: gl.constexpr, S: gl.constexpr, W: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PARTLY: gl.constexpr, NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """V's rows in tiles [tile_lo, tile_hi) that some query rows see and some do not, right and left of the common ones, PARTLY of either at most."""
+    common_lo, common_hi = _common_rows(row_hi, query_len, window, CAUSAL, WINDOW)
+    lo = tile_lo * TILE
+    hi = tile_hi * TILE
+    right = _rows_of_pages(v_ptr, stride_v_p, stride_v_s, table_ptr, gl.maximum(common_hi, lo), gl.minimum(row_hi, hi), S, W, PARTLY, NUM_WARPS)
+    left = right
+    if WINDOW:
+        left = _rows_of_pages(v_ptr, stride_v_p, stride_v_s, table_ptr, gl.maximum(row_lo, lo), gl.minimum(common_lo, hi), S, W, PARTLY, NUM_WARPS)
+    return right, left
 
 
 @gluon.jit
 def _attend_tiles(
-    k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, phase, page0, page1, page2, page3, table_ptr, k_scale_ptr, v_scale_ptr, q0, q1, q_scale, soft_cap,
-    i_h, first_m, tile_lo, tile_hi, row_lo, row_hi, window, query_len, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
+    k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, phase, right, left, table_ptr, k_scale_ptr, v_scale_ptr, q0, q1, q_scale, soft_cap,
+    v_ptr, stride_v_p, stride_v_s, i_h, first_m, tile_lo, tile_hi, row_lo, row_hi, window, query_len, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
     GROUP: gl.constexpr, M: gl.constexpr, H: gl.constexpr, W: gl.constexpr, TILE: gl.constexpr, S: gl.constexpr, FP8: gl.constexpr,
     PER_TOKEN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, MULTI_QUERY: gl.constexpr, MASK_KV: gl.constexpr,
-    STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, SHARED_Q: gl.constexpr, mma: gl.constexpr,
+    STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, WGMMA: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Online softmax over tiles [tile_lo, tile_hi), whose first copies are on their way into the slots from `i_slot` on.
 
-    Returns the two halves of the sum of values [H, M], the sums of probabilities by row of a tile [TILE, M], the maxima [M], the unit of the values, and the
-    next slot and its phase.
+    `right` and `left` are V's partly seen rows (MULTI_QUERY and MASK_KV). Returns the two halves of the sum of values [H, M], the sums of probabilities by row
+    of a tile, the maxima [M], the unit of the values, and the next slot and its phase.
     """
     # Each warp holds every row of a tile, so that a maximum over them crosses no warp.
     all_layout: gl.constexpr = gl.BlockedLayout([TILE // 32], [32], [NUM_WARPS], [0])
-    # Rows [common_lo, common_hi) are seen by every query row: tiles [full_lo, full_hi) hold nothing else and need no mask.
-    common_lo = gl.maximum(row_hi - window, 0) if WINDOW else 0
-    common_hi = gl.maximum(row_hi - query_len + 1, 0) if CAUSAL else row_hi
+    # Tiles [full_lo, full_hi) hold rows that every query row sees and nothing else: they need no mask.
+    common_lo, common_hi = _common_rows(row_hi, query_len, window, CAUSAL, WINDOW)
     full_lo = gl.minimum(gl.maximum((common_lo + TILE - 1) // TILE, tile_lo), gl.maximum(tile_hi, tile_lo))  # owned: left edge
     full_hi = gl.maximum(gl.minimum(common_hi // TILE, tile_hi), full_lo)  # owned: right edge
     position_0 = row_hi - query_len
+    nan_seen = False
+    if MULTI_QUERY and MASK_KV:
+        BF16: gl.constexpr = v_desc.dtype == gl.bfloat16
+        if common_hi < tile_hi * TILE:
+            found = _holds_nan(right, FP8, BF16)
+            nan_seen = nan_seen | found  # owned: seen values
+        if WINDOW:
+            if common_lo > tile_lo * TILE:
+                found = _holds_nan(left, FP8, BF16)
+                nan_seen = nan_seen | found  # owned: seen values left of a window
 
     o_n = gl.arange(0, TILE, layout=gl.SliceLayout(1, mma))
     o_all = gl.arange(0, TILE, layout=all_layout)
@@ -395,7 +546,7 @@ def _attend_tiles(
 
     acc0 = gl.zeros([H, M], gl.float32, mma)
     acc1 = gl.zeros([H, M], gl.float32, mma)
-    p_sum = gl.zeros([TILE, M], gl.float32, mma)
+    p_sum = _add_lane_rows(gl.zeros([TILE, M], gl.float32, mma), WGMMA)
     b_max = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(0, mma))
     v_unit = 0.0
     for PART in gl.static_range(3):
@@ -415,20 +566,22 @@ def _attend_tiles(
                 )  # fmt: skip
                 page = _pages_of_rows(table_ptr, i_tile + 2, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN, WINDOW)
                 page_all = _pages_of_rows(table_ptr, i_tile + 2, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN, WINDOW)
+                i_next = i_tile + STAGES - 1
+                if PART != 2:
+                    pages = _pages_of_tile(table_ptr, i_next, tile_hi, row_lo, row_hi, TILE, S, WINDOW)
+                k_tile = k_smem.index(i_slot).reshape([TILE, W])
                 mbarrier.wait(k_bars.index(i_slot), phase)
-                b_s = _multiply_keys(k_smem.index(i_slot).reshape([TILE, W]), q0, q1, M, H, TILE, FP8, SHARED_Q, mma)
+                b_s = _multiply_keys(k_tile, q0, q1, PART == 1, M, H, TILE, FP8, WGMMA, mma)
                 if PART != 2:
                     # Every warp is past its reads of the tile before: its place can be filled, while the products above are on their way.
                     program_barrier()
                     free = gl.where(i_slot == 0, STAGES - 1, i_slot - 1)
-                    i_next = i_tile + STAGES - 1
-                    _copy_tile(k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, free, page0, page1, page2, page3, i_next, tile_hi, i_h, TILE, S)
-                    page0, page1, page2, page3 = _pages_of_tile(table_ptr, i_next + 1, tile_hi, row_lo, row_hi, TILE, S, WINDOW)
+                    _copy_tile(k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, free, pages, i_next, tile_hi, i_h, TILE, S)
                 mbarrier.wait(v_bars.index(i_slot), phase)
                 acc0, acc1, p_sum, b_max, v_unit = _attend_tile(
-                    acc0, acc1, p_sum, b_max, v_unit, b_s, q_scale, b_ks, b_vs, b_vs_all, soft_cap, v_smem.index(i_slot).reshape([TILE, W]), i_tile,
-                    row_lo, row_hi, position_0, window, query_len, first_m,
-                    PART == 1, GROUP, TILE, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, mma, all_layout,
+                    acc0, acc1, p_sum, b_max, v_unit, b_s, q_scale, b_ks, b_vs, b_vs_all, soft_cap, k_tile, v_smem.index(i_slot).reshape([TILE, W]),
+                    nan_seen, v_ptr, stride_v_p, stride_v_s, table_ptr, i_tile, row_lo, row_hi, common_lo, common_hi, position_0, window, first_m,
+                    PART == 1, GROUP, TILE, S, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, WGMMA, mma, all_layout,
                 )  # fmt: skip
                 b_ks = next_ks
                 b_vs = next_vs
@@ -487,7 +640,7 @@ def _write_output(
     o_out = out_ptr + i_b.to(gl.int64) * stride_out_b + (o_m // GROUP) * stride_out_t + o_h * stride_out_h
     o_lse = i_b.to(gl.int64) * stride_lse_b + (o_m // GROUP) * stride_lse_t + o_h * stride_lse_h
     gl.store(lse_ptr + o_lse, b_lse * LN_2, mask=m_m)
-    _store_halves(o_out, acc0, acc1, factor, m_m, H, FP8, mma)
+    _store_halves(o_out, acc0, acc1, factor, m_m, H, FP8, False, mma)
 
 
 @gluon.jit
@@ -498,13 +651,21 @@ def _close(b_sum, b_max, v_scale):
 
 
 @gluon.jit
-def _store_halves(o_out, acc0, acc1, factor, m_m, H: gl.constexpr, FP8: gl.constexpr, mma: gl.constexpr):
-    """Rows of D values at pointers `o_out` [M]: row e of the two halves is d 2e and 2e + 1, or not FP8 e and H + e."""
-    o_out = gl.expand_dims(o_out, 0) + gl.expand_dims((2 if FP8 else 1) * gl.arange(0, H, layout=gl.SliceLayout(1, mma)), 1)
+def _store_halves(o_out, acc0, acc1, factor, m_m, H: gl.constexpr, FP8: gl.constexpr, ALIGNED: gl.constexpr, mma: gl.constexpr):
+    """Rows of D values at pointers `o_out` [M], multiples of 8 bytes if ALIGNED: row e of the two halves is d 2e and 2e + 1, or not FP8 e and H + e."""
     m_out = gl.expand_dims(m_m, 0)
     factor = gl.expand_dims(factor, 0)
-    gl.store(o_out, (acc0 * factor).to(o_out.dtype.element_ty), mask=m_out)
-    gl.store(o_out + (1 if FP8 else H), (acc1 * factor).to(o_out.dtype.element_ty), mask=m_out)
+    o_e = gl.expand_dims(gl.arange(0, H, layout=gl.SliceLayout(1, mma)), 1)
+    acc0 = (acc0 * factor).to(o_out.dtype.element_ty)
+    acc1 = (acc1 * factor).to(o_out.dtype.element_ty)
+    if FP8 and ALIGNED and o_out.dtype.element_ty == gl.float32:
+        # Two neighbours at a time.
+        pair = (acc0.to(gl.uint32, bitcast=True).to(gl.int64)) | (acc1.to(gl.uint32, bitcast=True).to(gl.int64) << 32)
+        gl.store(gl.expand_dims(o_out.to(gl.pointer_type(gl.int64), bitcast=True), 0) + o_e, pair, mask=m_out)
+    else:
+        o_out = gl.expand_dims(o_out, 0) + (2 if FP8 else 1) * o_e
+        gl.store(o_out, acc0, mask=m_out)
+        gl.store(o_out + (1 if FP8 else H), acc1, mask=m_out)
 
 
 @gluon.jit
@@ -531,7 +692,7 @@ def _prefetch_rows(first, num_bytes):
 def _prefetch_first_tile(
     k_ptr, v_ptr, stride_k_p, stride_k_h, stride_v_p, stride_v_h, num_pages, seq_lens_ptr, page_table_ptr, stride_table_b, num_lanes, i_b, i_h, i_s,
     num_splits, tiles_per_split, query_len, window,
-    ROW_BYTES: gl.constexpr, TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr, NUM_WARPS: gl.constexpr,
+    W: gl.constexpr, TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Have L2 fetch a program's first tile of K and V while the kernel before may still run.
 
@@ -547,8 +708,8 @@ def _prefetch_first_tile(
     o_row = tile_lo * TILE + o_c * ROWS
     wanted = (o_c < TILE // ROWS) & (o_row >= 0) & _owns(o_row, row_lo, row_hi, ROWS, WINDOW) & (o_row // S < num_lanes)
     page = gl.load(page_table_ptr + i_b.to(gl.int64) * stride_table_b + o_row // S, mask=wanted, other=0, cache_modifier=".cg")
-    num_bytes = gl.where(wanted & (page >= 0) & (page < num_pages), ROWS * ROW_BYTES, 0)
-    o_slot = o_row % S * ROW_BYTES
+    num_bytes = gl.where(wanted & (page >= 0) & (page < num_pages), ROWS * 2 * W, 0)
+    o_slot = o_row % S * (W // 2)
     _prefetch_rows(k_ptr + (page.to(gl.int64) * stride_k_p + i_h.to(gl.int64) * stride_k_h + o_slot), num_bytes)
     _prefetch_rows(v_ptr + (page.to(gl.int64) * stride_v_p + i_h.to(gl.int64) * stride_v_h + o_slot), num_bytes)
 
@@ -573,7 +734,7 @@ def decode_tma_kernel(
     query_len,
     num_splits,
     tiles_per_split,
-    k_ptr,  # with PREFETCH the bytes that k_desc and v_desc describe, the rows of a page and head one after another
+    k_ptr,  # what k_desc and v_desc describe, as int32 words, which the strides count; with PREFETCH the rows of a page and head lie one after another
     v_ptr,
     num_pages,
     num_lanes,  # MP
@@ -581,6 +742,7 @@ def decode_tma_kernel(
     stride_k_h,
     stride_v_p,
     stride_v_h,
+    stride_v_s,
     stride_q_b,
     stride_q_t,
     stride_q_h,
@@ -610,12 +772,11 @@ def decode_tma_kernel(
     WINDOW: gl.constexpr,
     SOFT_CAP: gl.constexpr,
     SINKS: gl.constexpr,
-    MULTI_QUERY: gl.constexpr,
+    PARTLY: gl.constexpr,  # rows that only some query tokens see, at either edge: a power of two or 0
     MASK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     NUM_WARPS: gl.constexpr,
-    COLUMN_WARPS: gl.constexpr,
-    SHARED_Q: gl.constexpr,
+    WGMMA: gl.constexpr,
     PREFETCH: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -624,7 +785,8 @@ def decode_tma_kernel(
     H: gl.constexpr = D // 2
     # 16-bit elements of a row of K and V.
     W: gl.constexpr = H if FP8 else D
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS // COLUMN_WARPS, COLUMN_WARPS], [16, 8])
+    # Each warp takes 16 rows of K, or of V transposed, and all query rows.
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3 if WGMMA else 2, 0], [NUM_WARPS, 1], [16, M, 16] if WGMMA else [16, 8])
     i_h = gl.program_id(0) // ROW_BLOCKS
     first_m = gl.program_id(0) % ROW_BLOCKS * M
     i_b = gl.program_id(1)
@@ -633,7 +795,7 @@ def decode_tma_kernel(
     if PREFETCH:
         _prefetch_first_tile(
             k_ptr, v_ptr, stride_k_p, stride_k_h, stride_v_p, stride_v_h, num_pages, seq_lens_ptr, page_table_ptr, stride_table_b, num_lanes, i_b, i_h, i_s,
-            num_splits, tiles_per_split, query_len, window, 2 * W, TILE, S, WINDOW, NUM_WARPS,
+            num_splits, tiles_per_split, query_len, window, W, TILE, S, WINDOW, NUM_WARPS,
         )  # fmt: skip
     if PDL:
         # Every byte read below was written by an earlier kernel of this stream; wait for it, then let combine be set up while this one runs.
@@ -651,32 +813,40 @@ def decode_tma_kernel(
         table_ptr = page_table_ptr + i_b.to(gl.int64) * stride_table_b
         i_slot = 0
         phase = 0
-        page0, page1, page2, page3 = _first_copies(
+        _first_copies(
             k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, table_ptr, tile_lo, tile_hi, row_lo, row_hi, i_h, TILE, S, WINDOW, STAGES
         )  # fmt: skip
         if PER_TOKEN:
             k_scale_ptr += i_h.to(gl.int64) * stride_ks_h
             v_scale_ptr += i_h.to(gl.int64) * stride_vs_h
+        v_ptr += i_h.to(gl.int64) * stride_v_h
+        right = 0
+        left = 0
+        if PARTLY and MASK_KV:
+            right, left = _partly_seen_values(
+                v_ptr, stride_v_p, stride_v_s, table_ptr, tile_lo, tile_hi, row_lo, row_hi, query_len, window, TILE, S, W, CAUSAL, WINDOW, PARTLY, NUM_WARPS
+            )  # fmt: skip
         q0, q1, q_scale = _load_query(
-            q_ptr, sm_scale, i_b, i_h, first_m, query_len, stride_q_b, stride_q_t, stride_q_h, GROUP, M, H, FP8, NUM_WARPS, SHARED_Q, mma
+            q_ptr, sm_scale, i_b, i_h, first_m, query_len, stride_q_b, stride_q_t, stride_q_h, GROUP, M, H, FP8, NUM_WARPS, WGMMA, mma
         )  # fmt: skip
         if FP8 and not PER_TOKEN:
             q_scale = q_scale * gl.load(k_scale_ptr)
         acc0, acc1, p_sum, b_max, v_unit, _, _ = _attend_tiles(
-            k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, phase, page0, page1, page2, page3, table_ptr, k_scale_ptr, v_scale_ptr, q0, q1, q_scale,
-            soft_cap, i_h, first_m, tile_lo, tile_hi, row_lo, row_hi, window, query_len, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
-            GROUP, M, H, W, TILE, S, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, STAGES, NUM_WARPS, SHARED_Q, mma,
+            k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, phase, right, left, table_ptr, k_scale_ptr, v_scale_ptr, q0, q1, q_scale, soft_cap,
+            v_ptr, stride_v_p, stride_v_s, i_h, first_m, tile_lo, tile_hi, row_lo, row_hi, window, query_len,
+            stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
+            GROUP, M, H, W, TILE, S, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, PARTLY > 0, MASK_KV, STAGES, NUM_WARPS, WGMMA, mma,
         )  # fmt: skip
 
         v_scale = _value_scale(v_scale_ptr, v_unit, FP8, PER_TOKEN)
-        b_sum = gl.sum(p_sum, 0)
+        b_sum = gl.convert_layout(gl.sum(p_sum, 0), gl.SliceLayout(0, mma))
         if SPLIT:
             o_m = first_m + gl.arange(0, M, layout=gl.SliceLayout(0, mma))
             m_m = o_m < query_len * GROUP
             factor, b_lse = _close(b_sum, b_max, v_scale)
             o_state = ((i_b.to(gl.int64) * (gl.num_programs(0) // ROW_BLOCKS) + i_h) * num_splits + i_s) * (query_len * GROUP) + o_m
             gl.store(partial_lse_ptr + o_state, b_lse, mask=m_m)
-            _store_halves(partial_o_ptr + o_state * D, acc0, acc1, factor, m_m, H, FP8, mma)
+            _store_halves(partial_o_ptr + o_state * D, acc0, acc1, factor, m_m, H, FP8, True, mma)
         else:
             _write_output(
                 out_ptr, lse_ptr, sinks_ptr, acc0, acc1, b_sum, b_max, v_scale, i_b, i_h, first_m, query_len, stride_out_b, stride_out_t, stride_out_h,
