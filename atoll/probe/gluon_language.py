@@ -14,7 +14,7 @@ from triton._C.libtriton import interpreter as addressed
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from atoll.probe.gluon_memory import Descriptor, SharedMemory, SharedSpace
+from atoll.probe.gluon_memory import Descriptor, HazardError, SharedMemory, SharedSpace
 from atoll.probe.gluon_values import NotInterpretedError, Value, as_value, binary, bits_of, from_bits, hostile_bits, unary, where
 from atoll.probe.ptx import run_ptx
 from atoll.probe.watch import watch
@@ -33,6 +33,22 @@ class Namespace:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotInterpretedError(f"{self._name} is not interpreted")
+
+
+class PendingProduct(Value):
+    """What `warpgroup_mma` gives before it is waited for: no value yet, but the sum that another one adds to."""
+
+    __slots__ = ("result",)
+
+    def __init__(self, result: Value) -> None:
+        self.result, self.dtype, self.layout = result, result.dtype, result.layout
+
+    def __repr__(self) -> str:
+        return f"PendingProduct({self.dtype})"
+
+    @property
+    def data(self) -> np.ndarray:  # type: ignore[override]
+        raise HazardError("a product in flight is used as a value; warpgroup_mma_wait returns it")
 
 
 class Program:
@@ -77,6 +93,37 @@ class Program:
         if pred:
             self.shared.copy(desc, [as_value(at).__index__() for at in coord], barrier, result)
 
+    def fence_async_shared(self, cluster: bool = False) -> None:
+        self.shared.fence()
+
+    def warpgroup_mma(
+        self,
+        a: Value | SharedMemory,
+        b: SharedMemory,
+        acc: Value,
+        *,
+        use_acc: Any = True,
+        precision: Any = None,
+        max_num_imprecise_acc: Any = None,
+        is_async: bool = False,
+    ) -> Value:
+        if not isinstance(b, SharedMemory):
+            raise TypeError("warpgroup_mma takes its second operand from shared memory")
+        b_a, b_b = self.shared.multiply(a) if isinstance(a, SharedMemory) else a, self.shared.multiply(b)
+        b_acc = acc.result if isinstance(acc, PendingProduct) else acc
+        pending = PendingProduct(_multiply_add("warpgroup_mma", b_a, b_b, b_acc if use_acc else _zeros_like(b_acc)))
+        return pending if is_async else self.warpgroup_mma_wait(deps=[pending])
+
+    def warpgroup_mma_wait(self, num_outstanding: int = 0, deps: Sequence[Value] | None = None) -> Any:
+        """The products waited for: one, or a tuple."""
+        if num_outstanding:
+            raise NotInterpretedError(f"warpgroup_mma_wait({num_outstanding}) is not interpreted: only that for all products is")
+        if not deps:
+            raise TypeError("warpgroup_mma_wait returns what it is given as deps")
+        self.shared.end_products()
+        results = tuple(dep.result if isinstance(dep, PendingProduct) else dep for dep in deps)
+        return results if len(results) > 1 else results[0]
+
 
 def stand_ins(program: Program) -> dict[int, Any]:
     """What a program finds in place of Gluon's names, by the id of the original."""
@@ -100,7 +147,9 @@ def stand_ins(program: Program) -> dict[int, Any]:
         id(hopper.mbarrier): Namespace("mbarrier", mbarrier),
         id(hopper.tma): Namespace("tma", {"async_copy_global_to_shared": program.copy_to_shared}),
         id(hopper.mma_v2): _mma_v2,
-        id(hopper.fence_async_shared): _fence_async_shared,
+        id(hopper.fence_async_shared): program.fence_async_shared,
+        id(hopper.warpgroup_mma): program.warpgroup_mma,
+        id(hopper.warpgroup_mma_wait): program.warpgroup_mma_wait,
         id(barrier): program.meet,
     }
 
@@ -251,7 +300,9 @@ def _inline_asm(asm: str, constraints: str, args: Sequence[Any], dtype: Any, is_
 def _has_neighbours(layout: Any, pack: int) -> bool:
     """Whether a thread's registers hold `pack` consecutive elements of the last axis."""
     if isinstance(layout, gl.DotOperandLayout):
-        return layout.operand_index == 0 and layout.k_width >= pack
+        # mma.sync's (version 2) and wgmma's (3) alike; there is no operand 1 of wgmma in registers.
+        known = isinstance(layout.parent, gl.NVMMADistributedLayout) and layout.parent.version[0] in (2, 3)
+        return known and layout.operand_index == 0 and layout.k_width >= pack
     return isinstance(layout, gl.BlockedLayout) and layout.order[0] == layout.rank - 1 and layout.size_per_thread[-1] >= pack
 
 
@@ -268,16 +319,16 @@ def _unpacked(bits: np.ndarray, dtype: tl.dtype, pack: int, layout: Any) -> Valu
 
 
 def _mma_v2(a: Value, b: Value, acc: Value, input_precision: Any = None) -> Value:
+    return _multiply_add("mma_v2", a, b, acc)
+
+
+def _multiply_add(name: str, a: Value, b: Value, acc: Value) -> Value:
     if a.dtype != b.dtype or a.dtype not in (tl.float16, tl.bfloat16) or acc.dtype != tl.float32:
-        raise TypeError(f"mma_v2 of {a.dtype}, {b.dtype} and {acc.dtype} is not interpreted: two of fp16 or bf16 and fp32 are")
+        raise TypeError(f"{name} of {a.dtype}, {b.dtype} and {acc.dtype} is not interpreted: two of fp16 or bf16 and fp32 are")
     product = a.data.astype(np.float32) @ b.data.astype(np.float32)
     if product.shape != acc.data.shape:
-        raise TypeError(f"mma_v2 of {a.shape} and {b.shape} does not give {acc.shape}")
+        raise TypeError(f"{name} of {a.shape} and {b.shape} does not give {acc.shape}")
     return Value(acc.data + product, tl.float32, acc.layout)
-
-
-def _fence_async_shared(cluster: bool = False) -> None:
-    """Nothing: memory is in order here."""
 
 
 def _static_assert(condition: Any, message: str = "") -> None:
@@ -298,6 +349,7 @@ _LANGUAGE: dict[str, Any] = {name: value for name, value in vars(gl).items() if 
     "expand_dims": _expand_dims,
     "permute": lambda input, *order: input.permute(*order),
     "reshape": lambda input, *shape: input.reshape(*shape),
+    "split": lambda input: input.split(),
     "cast": lambda input, dtype, bitcast=False: as_value(input).to(dtype, bitcast),
     "load": _load,
     "store": _store,

@@ -1,12 +1,16 @@
-"""Shared memory of an interpreted Gluon program, its barriers and its copies by TMA, each as late and as hostile as hardware may be.
+"""Shared memory of an interpreted Gluon program, its barriers, its copies by TMA and its products by wgmma, each as late and as hostile as hardware may be.
 
-Fresh memory holds NaN. A copy makes its destination NaN when it is issued; its bytes arrive when the barrier's phase is waited for. What on a GPU would hang or
-race is a HazardError: a wait for a phase that cannot come, a byte count that is not what was issued, a read of memory that a copy is still to write, a copy
-into memory that was read since all threads last met (`program_barrier`), and copies in flight when the program ends.
+Fresh memory holds NaN. A copy makes its destination NaN when it is issued; its bytes arrive when the barrier's phase is waited for. A product may read its
+operands as late as `warpgroup_mma_wait`. What on a GPU would hang or race is a HazardError: a wait for a phase that cannot come, a byte count that is not what
+was issued, a read of memory that a copy is still to write, a store or a copy into memory that a product in flight reads, a copy into memory that was read since
+all threads last met (`program_barrier`), and copies or products in flight when the program ends. So is a product of, or a copy over, what threads have stored
+without `fence_async_shared` after it and `program_barrier` after that: both go by the asynchronous proxy.
 
-Not modelled: proxy fences, and races among the threads of a program over what they store themselves (the compiler places those barriers).
+Not modelled: the proxy fence between `mbarrier.init` and a copy, and races among the threads of a program over what they store themselves, also over what
+products that were waited for have read (the compiler places those barriers).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,6 +120,9 @@ class SharedSpace:
     def __init__(self) -> None:
         self.barriers: dict[int, Barrier] = {}  # by address
         self.reads: list[np.ndarray] = []  # since all threads last met
+        self.products: list[np.ndarray] = []  # what products in flight read
+        self.unfenced: list[np.ndarray] = []  # stored since the last fence
+        self.fenced: list[np.ndarray] = []  # and before it, but since all threads last met
 
     def allocate(self, dtype: tl.dtype, shape: Sequence[int], layout: Any, value: Value | None = None) -> "SharedMemory":
         memory = SharedMemory(self, hostile_bits(shape, dtype), dtype, layout)
@@ -136,7 +143,8 @@ class SharedSpace:
             raise TypeError(f"a box of {descriptor.dtype} {descriptor.block_shape} is copied to {memory.dtype} {memory.shape}")
         if any(_overlap(memory.bits, read) for read in self.reads):
             raise HazardError("a copy into shared memory that was read since the last program_barrier: other warps may still read it")
-        self.check_settled(memory.bits, "a copy into")
+        self._check_writable(memory.bits, "a copy into")
+        self._check_published(memory.bits, "a copy into")
         memory.bits[...] = hostile_bits((), memory.dtype)
         self.barrier(bar).copies.append((memory.bits, descriptor.box(corner)))
 
@@ -144,12 +152,50 @@ class SharedSpace:
         if any(_overlap(bits, destination) for barrier in self.barriers.values() for destination, _ in barrier.copies):
             raise HazardError(f"{access} shared memory that a copy in flight is still to write; its barrier was not waited for")
 
+    def store(self, memory: "SharedMemory", value: Value) -> None:
+        if value.shape != memory.shape or value.dtype != memory.dtype:
+            raise TypeError(f"{value.dtype} {value.shape} is stored to shared memory of {memory.dtype} {memory.shape}")
+        self._check_writable(memory.bits, "a store to")
+        memory.bits[...] = bits_of(value)
+        self.unfenced.append(memory.bits)
+
+    def multiply(self, memory: "SharedMemory") -> Value:
+        """The operand of a product in flight."""
+        self.check_settled(memory.bits, "a product of")
+        self._check_published(memory.bits, "a product of")
+        self.products.append(memory.bits)
+        # Now, since no store or copy may change it until the product is waited for.
+        return from_bits(memory.bits.copy(), memory.dtype, memory.layout)
+
+    def end_products(self) -> None:
+        """This thread has waited for them; others may not have."""
+        self.reads += self.products
+        self.products.clear()
+
+    def fence(self) -> None:
+        """What threads have stored is ordered before what the asynchronous proxy does next, for the threads that know of it."""
+        self.fenced += self.unfenced
+        self.unfenced.clear()
+
+    def _check_writable(self, bits: np.ndarray, access: str) -> None:
+        self.check_settled(bits, access)
+        if any(_overlap(bits, operand) for operand in self.products):
+            raise HazardError(f"{access} shared memory that a product in flight may still read; it was not waited for")
+
+    def _check_published(self, bits: np.ndarray, access: str) -> None:
+        for stored, missing in ((self.unfenced, "fence_async_shared"), (self.fenced, "program_barrier after the fence")):
+            if any(_overlap(bits, place) for place in stored):
+                raise HazardError(f"{access} shared memory that threads stored to, with no {missing} since")
+
     def meet(self) -> None:
-        """All threads of the program are past what they read."""
+        """All threads of the program are past what they read, and past their fences."""
         self.reads.clear()
+        self.fenced.clear()
 
     def close(self) -> None:
         """The program has ended."""
+        if self.products:
+            raise HazardError("the program ends with a product in flight, which was never waited for")
         for barrier in self.barriers.values():
             if barrier.copies or barrier.expected:
                 raise HazardError(f"the program ends with {barrier.issued} bytes in flight and {barrier.expected} expected")
@@ -195,10 +241,16 @@ class SharedMemory:
         return from_bits(self.bits.copy(), self.dtype, layout)
 
     def store(self, value: Value) -> None:
-        if value.shape != self.shape or value.dtype != self.dtype:
-            raise TypeError(f"{value.dtype} {value.shape} is stored to shared memory of {self.dtype} {self.shape}")
-        self.space.check_settled(self.bits, "a store to")
-        self.bits[...] = bits_of(value)
+        self.space.store(self, value)
+
+    def _reinterpret(self, dtype: tl.dtype, shape: Sequence[int], layout: Any) -> "SharedMemory":
+        """The first bytes, as something else."""
+        if not self.bits.flags.c_contiguous:
+            raise TypeError(f"shared memory of shape {self.shape} that does not lie in one piece is not reinterpreted")
+        elements = self.bits.reshape(-1).view(hostile_bits((), dtype).dtype)
+        if math.prod(shape) > elements.size:
+            raise HazardError(f"{self.bits.nbytes} bytes of shared memory are reinterpreted as {dtype} {list(shape)}")
+        return SharedMemory(self.space, elements[: math.prod(shape)].reshape(tuple(shape)), dtype, layout)
 
     def _view(self, bits: np.ndarray) -> "SharedMemory":
         return SharedMemory(self.space, bits, self.dtype, self.layout)

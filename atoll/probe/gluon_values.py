@@ -85,6 +85,8 @@ class Value:
         return Value(self.data[keys], self.dtype)
 
     def to(self, dtype: tl.dtype, bitcast: bool = False) -> "Value":
+        if bitcast and self.dtype.is_ptr() and dtype.is_ptr():
+            return Value(self.data, dtype, self.layout)
         if bitcast:
             return from_bits(bits_of(self), dtype, self.layout)
         return self if dtype.name == self.dtype.name else Value(_convert(self.data, self.dtype, dtype), dtype, self.layout)
@@ -94,6 +96,11 @@ class Value:
 
     def reshape(self, *shape: Any) -> "Value":
         return Value(self.data.reshape(_sizes(shape)), self.dtype)
+
+    def split(self) -> tuple["Value", "Value"]:
+        if self.shape[-1:] != [2]:
+            raise TypeError(f"a tensor of shape {self.shape} is not split: its last axis is not 2")
+        return Value(self.data[..., 0], self.dtype), Value(self.data[..., 1], self.dtype)
 
     def __add__(self, other: Any) -> "Value":
         return add(self, other)

@@ -3,9 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from atoll.ops.attention.gluon_kernel_sm90 import _widen_halves, _widen_pairs, program_barrier
+from atoll.ops.attention.gluon_kernel_sm90 import _holds_nan, _widen_halves, _widen_pairs, program_barrier
 
 ROWS = gl.constexpr(4)
 WIDTH = gl.constexpr(16)
@@ -97,6 +97,110 @@ def multiply_kernel(out_ptr, a_ptr, b_ptr):
 
 
 @gluon.jit
+def wgmma_kernel(out_ptr, a_ptr, b_ptr, SHARED: gl.constexpr, ASYNC: gl.constexpr, FAULT: gl.constexpr):
+    """2 * [64, 16] @ [8, 16].T + 1, the first operand in registers or SHARED."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    layout: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
+    o_m = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, mma)), 1)
+    o_n = gl.arange(0, 8)
+    o_k = gl.expand_dims(gl.arange(0, 16), 0)
+    a = gl.load(a_ptr + o_m * 16 + o_k)
+    b = gl.load(b_ptr + gl.expand_dims(o_n, 1) * 16 + o_k)
+    a_smem = gl.allocate_shared_memory(a.dtype, [64, 16], layout, a)
+    b_smem = gl.allocate_shared_memory(b.dtype, [8, 16], layout)
+    b_smem.store(b)
+    if FAULT == "barrier before the fence":
+        program_barrier()
+    if FAULT != "no fence":
+        fence_async_shared()
+    if FAULT != "no barrier" and FAULT != "barrier before the fence":
+        program_barrier()
+    a = a_smem if SHARED else gl.convert_layout(a, gl.DotOperandLayout(0, mma, 2))
+    acc = warpgroup_mma(a, b_smem.permute((1, 0)), gl.full([64, 8], 99.0, gl.float32, mma), use_acc=False, is_async=ASYNC)
+    acc = warpgroup_mma(a, b_smem.permute((1, 0)), acc, is_async=ASYNC)
+    one = gl.full([64, 8], 1.0, gl.float32, mma)
+    if FAULT == "store before the wait":
+        b_smem.store(b)
+    if FAULT == "use before the wait":
+        one = one + acc
+    if FAULT == "some outstanding":
+        warpgroup_mma_wait(1, [acc])
+    if ASYNC and FAULT != "no wait":
+        acc, one = warpgroup_mma_wait(0, [acc, one])
+    if FAULT != "no wait":
+        gl.store(out_ptr + o_m * 8 + gl.expand_dims(o_n, 0), acc + one)
+
+
+@gluon.jit
+def multiply_box_kernel(out_ptr, desc, FAULT: gl.constexpr):
+    """The product of a box with itself transposed, [64, 64]; then another box in its place."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    smem = gl.allocate_shared_memory(desc.dtype, [1, 64, WIDTH], desc.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    if FAULT == "copy over a store":
+        smem.reshape([64, WIDTH]).store(gl.zeros([64, WIDTH], desc.dtype))
+    else:
+        fence_async_shared()
+    program_barrier()
+    mbarrier.expect(bar, 64 * WIDTH * 2)
+    tma.async_copy_global_to_shared(desc, [0, 0, 0], bar, smem)
+    if FAULT != "no wait for the copy":
+        mbarrier.wait(bar, 0)
+    tile = smem.reshape([64, WIDTH])
+    acc = warpgroup_mma(tile, tile.permute((1, 0)), gl.zeros([64, 64], gl.float32, mma), is_async=True)
+    if FAULT == "copy before the wait":
+        program_barrier()
+    else:
+        acc = warpgroup_mma_wait(0, [acc])
+        if FAULT != "no meeting":
+            program_barrier()
+    mbarrier.expect(bar, 64 * WIDTH * 2)
+    tma.async_copy_global_to_shared(desc, [1, 0, 0], bar, smem)
+    mbarrier.wait(bar, 1)
+    o_m = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, mma)), 1)
+    gl.store(out_ptr + o_m * 64 + gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, mma)), 0), acc)
+
+
+@gluon.jit
+def reinterpret_kernel(out_ptr, x_ptr, NUM: gl.constexpr, ROW: gl.constexpr):
+    """[4, 8] int16 in shared memory as NUM int32; with ROW only the first ROW of each row."""
+    o_x = gl.expand_dims(gl.arange(0, 4), 1) * 8 + gl.expand_dims(gl.arange(0, 8), 0)
+    x = gl.load(x_ptr + o_x)
+    smem = gl.allocate_shared_memory(gl.int16, [4, 8], gl.NVMMASharedLayout(0, 16, 2), x)
+    words = smem.slice(0, ROW, dim=1)._reinterpret(gl.int32, [NUM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    gl.store(out_ptr + gl.arange(0, NUM), words.load(gl.BlockedLayout([1], [32], [4], [0])))
+
+
+@gluon.jit
+def split_kernel(out_ptr, x_ptr):
+    """[8, 2] as its two columns, by either name."""
+    o_x = gl.arange(0, 8)
+    x = gl.load(x_ptr + gl.expand_dims(o_x, 1) * 2 + gl.expand_dims(gl.arange(0, 2), 0))
+    first, second = x.split()
+    gl.store(out_ptr + o_x, second)
+    first, second = gl.split(x)
+    gl.store(out_ptr + 8 + o_x, first)
+
+
+@gluon.jit
+def bitcast_kernel(out_ptr, words_ptr):
+    """256 bytes of e4m3, given as int32, as fp32; stored two by two as int64."""
+    o_x = gl.arange(0, 128)
+    bytes_ptr = words_ptr.to(gl.pointer_type(gl.float8e4nv), bitcast=True) + 2 * o_x
+    low = gl.load(bytes_ptr).to(gl.float32).to(gl.uint32, bitcast=True).to(gl.int64)
+    high = gl.load(bytes_ptr + 1).to(gl.float32).to(gl.uint32, bitcast=True).to(gl.int64)
+    gl.store(out_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + o_x, low | (high << 32))
+
+
+@gluon.jit
+def holds_nan_kernel(out_ptr, x_ptr, FP8: gl.constexpr, BF16: gl.constexpr):
+    """Of each program's four int32."""
+    x = gl.load(x_ptr + gl.program_id(0) * 4 + gl.arange(0, 4))
+    gl.store(out_ptr + gl.program_id(0), _holds_nan(x, FP8, BF16))
+
+
+@gluon.jit
 def reduce_kernel(out_ptr, x_ptr):
     """Of [8] fp32: maximum, minimum, sum, and the running sum forwards and backwards."""
     o_x = gl.arange(0, 8)
@@ -137,4 +241,4 @@ def unknown_kernel(x_ptr):
 
 @gluon.jit
 def unknown_function_kernel(x_ptr):
-    warpgroup_mma_wait(0)
+    async_copy.commit_group()

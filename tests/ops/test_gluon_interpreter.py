@@ -167,7 +167,7 @@ def test_a_prefetch_is_of_whole_units() -> None:
 def test_an_operation_that_is_not_known_is_named() -> None:
     with pytest.raises(NotInterpretedError, match=r"gl\.histogram"):
         launch(gluon_kernels.unknown_kernel, torch.zeros(8, dtype=torch.int32))
-    with pytest.raises(NotInterpretedError, match="warpgroup_mma_wait"):
+    with pytest.raises(NotInterpretedError, match=r"async_copy\.commit_group"):
         launch(gluon_kernels.unknown_function_kernel, torch.zeros(8, dtype=torch.int32))
     with pytest.raises(NotInterpretedError, match=r"tensor\.cumsum"):
         as_value(1).cumsum(0)
@@ -278,6 +278,118 @@ def test_products_are_summed_in_fp32_and_zero_times_nan_is_nan(dtype: torch.dtyp
 def test_products_of_fp32_are_refused() -> None:
     with pytest.raises(TypeError, match="mma_v2 of fp32"):
         launch(gluon_kernels.multiply_kernel, torch.empty(16, 8), torch.zeros(16, 16), torch.zeros(16, 8))
+
+
+def wgmma(dtype: torch.dtype = torch.bfloat16, *, shared: bool = True, is_async: bool = True, fault: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+    a, b, out = torch.randn(64, 16).to(dtype), torch.randn(8, 16).to(dtype), torch.empty(64, 8)
+    launch(gluon_kernels.wgmma_kernel, out, a, b, SHARED=shared, ASYNC=is_async, FAULT=fault)
+    return out, 2 * (a.float() @ b.float().T) + 1
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_warpgroup_multiplies(dtype: torch.dtype, shared: bool, is_async: bool) -> None:
+    torch.testing.assert_close(*wgmma(dtype, shared=shared, is_async=is_async))
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("no fence", "a product of shared memory that threads stored to, with no fence_async_shared since"),
+        ("no barrier", "with no program_barrier after the fence since"),
+        ("barrier before the fence", "with no program_barrier after the fence since"),
+        ("store before the wait", "a store to shared memory that a product in flight may still read"),
+        ("use before the wait", "a product in flight is used as a value"),
+        ("no wait", "ends with a product in flight"),
+    ],
+)
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_a_warpgroup_multiplies_too_soon_is_an_error(shared: bool, fault: str, said: str) -> None:
+    with pytest.raises(HazardError, match=said):
+        wgmma(shared=shared, fault=fault)
+
+
+def test_waiting_for_some_products_is_not_interpreted() -> None:
+    with pytest.raises(NotInterpretedError, match=r"warpgroup_mma_wait\(1\)"):
+        wgmma(fault="some outstanding")
+
+
+def multiply_box(fault: str = "") -> None:
+    pages, out = torch.randn(2, 64, 16).half(), torch.empty(64, 64)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=3)
+    launch(gluon_kernels.multiply_box_kernel, out, TensorDescriptor(pages, list(pages.shape), list(pages.stride()), [1, 64, 16], layout), FAULT=fault)
+    torch.testing.assert_close(out, pages[0].float() @ pages[0].float().T)
+
+
+def test_a_box_is_multiplied_where_it_lies() -> None:
+    multiply_box()
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("copy over a store", "a copy into shared memory that threads stored to, with no fence_async_shared since"),
+        ("no wait for the copy", "a product of shared memory that a copy in flight is still to write"),
+        ("copy before the wait", "a copy into shared memory that a product in flight may still read"),
+        ("no meeting", "that was read since the last program_barrier"),
+    ],
+)
+def test_a_copy_that_meets_a_product_is_an_error(fault: str, said: str) -> None:
+    with pytest.raises(HazardError, match=said):
+        multiply_box(fault)
+
+
+def reinterpret(num: int, row: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    x, out = torch.arange(32, dtype=torch.int16), torch.zeros(num, dtype=torch.int32)
+    launch(gluon_kernels.reinterpret_kernel, out, x, NUM=num, ROW=row)
+    return out, x.view(torch.int32)
+
+
+@pytest.mark.parametrize("num", [8, 16])
+def test_shared_memory_is_reinterpreted_from_its_first_byte(num: int) -> None:
+    out, words = reinterpret(num)
+    assert torch.equal(out, words[:num])
+
+
+def test_shared_memory_that_does_not_fit_or_lies_apart_is_not_reinterpreted() -> None:
+    with pytest.raises(HazardError, match="64 bytes of shared memory are reinterpreted as int32"):
+        reinterpret(32)
+    with pytest.raises(TypeError, match="does not lie in one piece"):
+        reinterpret(4, row=4)
+
+
+def test_a_last_axis_of_two_is_split() -> None:
+    x, out = torch.arange(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
+    launch(gluon_kernels.split_kernel, out, x)
+    assert out.tolist() == [*range(1, 16, 2), *range(0, 16, 2)]
+    with pytest.raises(TypeError, match="its last axis is not 2"):
+        values([1, 2, 3], tl.int32).split()
+
+
+def test_pointers_and_values_are_read_as_other_types() -> None:
+    out = torch.empty(256)
+    launch(gluon_kernels.bitcast_kernel, out, ALL_BYTES.view(torch.int32))
+    torch.testing.assert_close(out, ALL_BYTES.view(torch.float8_e4m3fn).float(), rtol=0, atol=0, equal_nan=True)
+
+
+def holds_nan(values: torch.Tensor) -> torch.Tensor:
+    """Of each value alone, at a place of its own among zeros."""
+    words = torch.zeros(len(values), 16 // values.element_size(), dtype=values.dtype)
+    words[torch.arange(len(values)), torch.arange(len(values)) % words.shape[1]] = values
+    out = torch.zeros(len(values), dtype=torch.int32)
+    choices = {"FP8": values.element_size() == 1, "BF16": values.dtype == torch.bfloat16}
+    launch(gluon_kernels.holds_nan_kernel, out, words.view(torch.int32), grid=(len(values),), **choices)
+    return out.bool()
+
+
+def test_sums_that_wrap_find_nan() -> None:
+    assert torch.equal(holds_nan(ALL_BYTES.view(torch.float8_e4m3fn)), ALL_BYTES.view(torch.float8_e4m3fn).float().isnan())
+    for dtype in (torch.float16, torch.bfloat16):
+        numbers = torch.tensor(
+            [0.0, -0.0, 1.0, -1.0, torch.finfo(dtype).max, torch.finfo(dtype).min, torch.finfo(dtype).tiny, torch.inf, -torch.inf, torch.nan]
+        )
+        assert torch.equal(holds_nan(numbers.to(dtype)), ~numbers.isfinite())
 
 
 def test_reductions_and_scans() -> None:
