@@ -6,8 +6,8 @@ was issued, a read of memory that a copy is still to write, a store or a copy in
 all threads last met (`program_barrier`), and copies or products in flight when the program ends. So is a product of, or a copy over, what threads have stored
 without `fence_async_shared` after it and `program_barrier` after that: both go by the asynchronous proxy.
 
-Not modelled: the proxy fence between `mbarrier.init` and a copy, and races among the threads of a program over what they store themselves, also over what
-products that were waited for have read (the compiler places those barriers).
+Not modelled: the proxy fence between `mbarrier.init` and a copy, and races among the threads of a program over what they store themselves (the compiler places
+those barriers) or over what products that were waited for have read (it does not always, between warpgroups: Triton's issue 11047).
 """
 
 import math

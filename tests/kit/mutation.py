@@ -18,7 +18,7 @@ _TAG = re.compile(r"\S.*# owned: ([a-z ]+)$")
 
 @dataclass(frozen=True)
 class Edit:
-    """One replacement, in the line tagged `# owned: tag`, or anywhere once if there is no tag."""
+    """One replacement, in the line tagged `# owned: tag`, or anywhere once if there is no tag; `old` may go over several lines."""
 
     old: str
     new: str
@@ -31,13 +31,15 @@ def tags(file: str) -> set[str]:
 
 
 def mutated_source(file: str, edits: Iterable[Edit]) -> str:
-    """The source with the edits made; each must fit exactly one line."""
+    """The source with the edits made; each must fit exactly one line, or one place if it goes over several."""
     lines = (OPS / file).read_text().splitlines(keepends=True)
     for edit in edits:
         mark = f"# owned: {edit.tag}\n" if edit.tag is not None else ""
-        at = [i for i, line in enumerate(lines) if edit.old in line and line.endswith(mark)]
+        num = len(edit.old.splitlines())
+        places = ["".join(lines[i : i + num]) for i in range(len(lines))]
+        at = [i for i, place in enumerate(places) if edit.old in place and place.endswith(mark)]
         assert len(at) == 1, f"{file}: {edit} fits {len(at)} lines; adapt the table to the source"
-        lines[at[0]] = lines[at[0]].replace(edit.old, edit.new)
+        lines[at[0] : at[0] + num] = places[at[0]].replace(edit.old, edit.new).splitlines(keepends=True)
     return "".join(lines)
 
 

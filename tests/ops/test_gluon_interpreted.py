@@ -42,6 +42,13 @@ CASES: list[tuple[Case, DecodeConfig]] = [
     (Case(spec("fp8_token", 64, 128, 4, num_q_heads=16, soft_cap=30.0), (3, 131)), ONE_SPLIT),
     (Case(spec("fp8_token", 256, 16, 3, window=1), (2, 90)), ONE_SPLIT),
     (Case(spec("fp8_token", 64, 64, num_q_heads=1), (0, 40), max_seq_len=1024), FIXED_SPLITS),
+    # More than 16 query rows, which a warpgroup multiplies: 32 and 64, and two blocks of 32.
+    (Case(spec("fp8_tensor", 128, 32, 4, num_q_heads=8), (5, 150)), ONE_SPLIT),
+    (Case(spec("fp8_token", 128, 16, 4, num_q_heads=16, causal=False, window=70), (66, 200)), ONE_SPLIT),
+    (Case(spec("fp8_token", 256, 64, 4, num_q_heads=16, window=20, sinks=True), (5, 150)), ONE_SPLIT),
+    (Case(spec("bf16", 128, 64, 4, num_q_heads=16, window=70), (150, 0)), ONE_SPLIT),
+    (Case(spec("bf16", 256, 128, 4, num_q_heads=8, soft_cap=20.0), (3, 131)), ONE_SPLIT),
+    (Case(spec("fp8_tensor", 128, 64, 4, num_q_heads=8), (5, 300, 0)), ONE_LAUNCH),
     # One launch: sequences cut within a program's stretch and over several, whole ones, empty ones; more parts than are added up at a time; blocks of rows.
     (Case(spec("fp8_tensor", 64, 16, num_q_heads=6, num_kv_heads=2, sinks=True), (1, 17, 300, 0, 150)), ONE_LAUNCH),
     (Case(spec("bf16", 128, 64, 4, window=70), (5, 300, 0)), ONE_LAUNCH),
@@ -71,6 +78,8 @@ def test_both_flags_give_the_same_bits_on_clean_input(interpreter: WorkerPool) -
         (Case(spec("fp8_tensor", 128, 16, window=20), lengths), ONE_SPLIT),
         (Case(spec("bf16", 128, 64, 4), lengths), ONE_SPLIT),
         (Case(spec("fp8_token", 64, 64), lengths), ONE_LAUNCH),
+        (Case(spec("fp8_token", 128, 16, 4, num_q_heads=8, window=20), lengths), ONE_SPLIT),
+        (Case(spec("bf16", 128, 64, 4, num_q_heads=8), lengths), ONE_SPLIT),
     ]
     futures = {case.name: interpreter.submit(rows_changed_by_flag, case, "gluon_sm90", config) for case, config in cases}
     assert {name: future.result() for name, future in futures.items()} == dict.fromkeys(futures, 0)
@@ -100,6 +109,9 @@ def test_batch_invariant_holds(interpreter: WorkerPool) -> None:
 PAGED = Case(spec("fp8_tensor", 64, 16), (300,))
 WHOLE_TILES = Case(spec("fp8_token", 64, 64), (300,))
 SCALED = Case(spec("fp8_token", 64, 16), (1, 40))
+# A warpgroup multiplies, a full tile and a masked one.
+GROUPED = Case(spec("fp8_tensor", 128, 64, 4, num_q_heads=8), (70,))
+WIDE_GROUPED = Case(spec("bf16", 128, 64, 4, num_q_heads=8), (300,))
 
 
 @dataclass(frozen=True)
@@ -112,11 +124,25 @@ class Fault:
     status: str = "failed"
 
 
+STORE_Q = "[M, H], layout, q1)\n"
+STORE_P = "p_smem.store(b_p)\n"
+FENCE = "        fence_async_shared()\n"
+MEETING = "        program_barrier()\n"
+UNFENCED = "a product of shared memory that threads stored to, with no fence_async_shared since"
+UNMET = "a product of shared memory that threads stored to, with no program_barrier after the fence since"
 WAIT = "mbarrier.wait(v_bars.index(i_slot), phase)"
 FAULTS = {
     "no wait": Fault(PAGED, (Edit(WAIT, "pass"),), "a read of shared memory that a copy in flight is still to write"),
     "a wait for the phase before": Fault(PAGED, (Edit(WAIT, WAIT.replace("phase", "phase ^ 1")),), "a copy in flight is still to write"),
     "no meeting": Fault(PAGED, (Edit(" " * 20 + "program_barrier()", " " * 20 + "pass"),), "was read since the last program_barrier"),
+    "no meeting of products": Fault(WIDE_GROUPED, (Edit(" " * 20 + "program_barrier()", " " * 20 + "pass"),), "was read since the last program_barrier"),
+    "no wait for K": Fault(WIDE_GROUPED, (Edit(WAIT.replace("v_bars", "k_bars"), "pass"),), "a product of shared memory that a copy in flight"),
+    "no wait for scores": Fault(WIDE_GROUPED, (Edit("b_s = warpgroup_mma_wait(0, [b_s])", "pass"),), "a product in flight is used as a value"),
+    "no wait for values": Fault(GROUPED, (Edit("warpgroup_mma_wait(0, [acc0, acc1])", "acc0, acc1"),), "a product in flight is used as a value"),
+    "no fence of q": Fault(GROUPED, (Edit(STORE_Q + FENCE, STORE_Q),), UNFENCED),
+    "no barrier of q": Fault(GROUPED, (Edit(FENCE + MEETING, FENCE),), UNMET),
+    "no fence of P": Fault(GROUPED, (Edit(STORE_P + FENCE, STORE_P),), UNFENCED),
+    "no barrier of P": Fault(GROUPED, (Edit("# All of P is there.\n" + MEETING, "\n"),), UNMET),
     "a slot still to be read": Fault(PAGED, (Edit("gl.where(i_slot == 0, STAGES - 1, i_slot - 1)", "i_slot"),), "its phase was never waited for"),
     "twice the bytes": Fault(PAGED, (Edit("block_type.shape[3] * 2", "block_type.shape[3] * 4"),), "would hang"),
     "a page that is not expected": Fault(PAGED, (Edit("mbarrier.expect(k_bar, BYTES, pred=wanted)", "pass"),), "would hang"),

@@ -280,66 +280,6 @@ def test_products_of_fp32_are_refused() -> None:
         launch(gluon_kernels.multiply_kernel, torch.empty(16, 8), torch.zeros(16, 16), torch.zeros(16, 8))
 
 
-def wgmma(dtype: torch.dtype = torch.bfloat16, *, shared: bool = True, is_async: bool = True, fault: str = "") -> tuple[torch.Tensor, torch.Tensor]:
-    a, b, out = torch.randn(64, 16).to(dtype), torch.randn(8, 16).to(dtype), torch.empty(64, 8)
-    launch(gluon_kernels.wgmma_kernel, out, a, b, SHARED=shared, ASYNC=is_async, FAULT=fault)
-    return out, 2 * (a.float() @ b.float().T) + 1
-
-
-@pytest.mark.parametrize("is_async", [True, False])
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_warpgroup_multiplies(dtype: torch.dtype, shared: bool, is_async: bool) -> None:
-    torch.testing.assert_close(*wgmma(dtype, shared=shared, is_async=is_async))
-
-
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("no fence", "a product of shared memory that threads stored to, with no fence_async_shared since"),
-        ("no barrier", "with no program_barrier after the fence since"),
-        ("barrier before the fence", "with no program_barrier after the fence since"),
-        ("store before the wait", "a store to shared memory that a product in flight may still read"),
-        ("use before the wait", "a product in flight is used as a value"),
-        ("no wait", "ends with a product in flight"),
-    ],
-)
-@pytest.mark.parametrize("shared", [True, False])
-def test_what_a_warpgroup_multiplies_too_soon_is_an_error(shared: bool, fault: str, said: str) -> None:
-    with pytest.raises(HazardError, match=said):
-        wgmma(shared=shared, fault=fault)
-
-
-def test_waiting_for_some_products_is_not_interpreted() -> None:
-    with pytest.raises(NotInterpretedError, match=r"warpgroup_mma_wait\(1\)"):
-        wgmma(fault="some outstanding")
-
-
-def multiply_box(fault: str = "") -> None:
-    pages, out = torch.randn(2, 64, 16).half(), torch.empty(64, 64)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=3)
-    launch(gluon_kernels.multiply_box_kernel, out, TensorDescriptor(pages, list(pages.shape), list(pages.stride()), [1, 64, 16], layout), FAULT=fault)
-    torch.testing.assert_close(out, pages[0].float() @ pages[0].float().T)
-
-
-def test_a_box_is_multiplied_where_it_lies() -> None:
-    multiply_box()
-
-
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("copy over a store", "a copy into shared memory that threads stored to, with no fence_async_shared since"),
-        ("no wait for the copy", "a product of shared memory that a copy in flight is still to write"),
-        ("copy before the wait", "a copy into shared memory that a product in flight may still read"),
-        ("no meeting", "that was read since the last program_barrier"),
-    ],
-)
-def test_a_copy_that_meets_a_product_is_an_error(fault: str, said: str) -> None:
-    with pytest.raises(HazardError, match=said):
-        multiply_box(fault)
-
-
 def reinterpret(num: int, row: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     x, out = torch.arange(32, dtype=torch.int16), torch.zeros(num, dtype=torch.int32)
     launch(gluon_kernels.reinterpret_kernel, out, x, NUM=num, ROW=row)

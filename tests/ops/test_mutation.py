@@ -87,6 +87,9 @@ HOPPER_PLAIN = Case(hopper_spec(), (1, 17, 40, 150))
 HOPPER_WIDE = Case(spec("bf16", head_dim=128), (1, 17, 40, 150))
 HOPPER_DRAFTS = Case(hopper_spec(query_len=3), (3, 17, 66, 150))
 HOPPER_WINDOW = Case(hopper_spec(query_len=3, window=70), (3, 17, 66, 150))
+# A warpgroup multiplies: 24 query rows.
+HOPPER_GROUPED = Case(spec("fp8_tensor", num_q_heads=8, head_dim=128, query_len=3, window=70), (3, 17, 66, 150))
+HOPPER_WIDE_GROUPED = Case(spec("bf16", num_q_heads=8, head_dim=128, query_len=3), (3, 17, 66))
 
 # What a table's hostile entries name is not among these: on a GPU the copies' engine reads zeros beyond the pool, and a load of a scale there would end the
 # process (tests/ops/test_gluon_interpreted.py has them).
@@ -101,6 +104,10 @@ GLUON = [
     gluon("windows of drafts", "(i_row > o_position - window)", "(o_position == o_position)", HOPPER_WINDOW, "control"),
     gluon("seen values", "nan_seen | found", "nan_seen & found", HOPPER_DRAFTS, "control"),
     gluon("seen values left of a window", "nan_seen | found", "nan_seen & found", HOPPER_WINDOW, "control"),
+    gluon("values", "_keep(m_v, v0)", "v0", HOPPER_GROUPED, why="of a warpgroup"),
+    gluon("wide values", "_keep(m_v, v1)", "v1", HOPPER_WIDE_GROUPED, why="of a warpgroup"),
+    gluon("windows of drafts", "(i_row > o_position - window)", "(o_position == o_position)", HOPPER_GROUPED, "control", why="of a warpgroup"),
+    gluon("seen values", "nan_seen | found", "nan_seen & found", HOPPER_WIDE_GROUPED, "control", why="of a warpgroup"),
     gluon("left edge", "(common_lo + TILE - 1) // TILE", "common_lo // TILE", Case(hopper_spec(window=100), (1, 150, 200))),
     gluon("right edge", "common_hi // TILE", "(common_hi + TILE - 1) // TILE", HOPPER_PLAIN),
     gluon("scales", "_owns(o_row, row_lo, row_hi, 1, WINDOW)", "(o_row >= 0)", Case(hopper_spec("fp8_token"), (1, 17, 40)), fill="max"),
