@@ -5,7 +5,7 @@ Layouts mean nothing here but to inline assembly, which packs neighbours: a valu
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import triton.language as tl
@@ -43,6 +43,14 @@ class NotInterpretedError(NotImplementedError):
     """An operation whose meaning the interpreter does not know."""
 
 
+class TensorType(NamedTuple):
+    """What a kernel may ask of a tensor's type; the layout is None where it is not followed."""
+
+    element_ty: tl.dtype
+    shape: list[int]
+    layout: Any
+
+
 class Value:
     """An immutable scalar (no dimensions) or tensor. Pointers are addresses, int64."""
 
@@ -67,6 +75,10 @@ class Value:
     @property
     def shape(self) -> list[int]:
         return list(self.data.shape)
+
+    @property
+    def type(self) -> "TensorType":
+        return TensorType(self.dtype, self.shape, self.layout)
 
     def __bool__(self) -> bool:
         if self.data.ndim:

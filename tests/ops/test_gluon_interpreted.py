@@ -130,6 +130,8 @@ FENCE = "        fence_async_shared()\n"
 MEETING = "        program_barrier()\n"
 UNFENCED = "a product of shared memory that threads stored to, with no fence_async_shared since"
 UNMET = "a product of shared memory that threads stored to, with no program_barrier after the fence since"
+READ_V = "_read_values(v_tile, H, FP8, a_layout)\n"
+WAIT_SCORES = "        b_s = warpgroup_mma_wait(0, [b_s])\n"
 WAIT = "mbarrier.wait(v_bars.index(i_slot), phase)"
 FAULTS = {
     "no wait": Fault(PAGED, (Edit(WAIT, "pass"),), "a read of shared memory that a copy in flight is still to write"),
@@ -137,7 +139,7 @@ FAULTS = {
     "no meeting": Fault(PAGED, (Edit(" " * 20 + "program_barrier()", " " * 20 + "pass"),), "was read since the last program_barrier"),
     "no meeting of products": Fault(WIDE_GROUPED, (Edit(" " * 20 + "program_barrier()", " " * 20 + "pass"),), "was read since the last program_barrier"),
     "no wait for K": Fault(WIDE_GROUPED, (Edit(WAIT.replace("v_bars", "k_bars"), "pass"),), "a product of shared memory that a copy in flight"),
-    "no wait for scores": Fault(WIDE_GROUPED, (Edit("b_s = warpgroup_mma_wait(0, [b_s])", "pass"),), "a product in flight is used as a value"),
+    "no wait for scores": Fault(WIDE_GROUPED, (Edit(READ_V + WAIT_SCORES, READ_V),), "a product in flight is used as a value"),
     "no wait for values": Fault(GROUPED, (Edit("warpgroup_mma_wait(0, [acc0, acc1])", "acc0, acc1"),), "a product in flight is used as a value"),
     "no fence of q": Fault(GROUPED, (Edit(STORE_Q + FENCE, STORE_Q),), UNFENCED),
     "no barrier of q": Fault(GROUPED, (Edit(FENCE + MEETING, FENCE),), UNMET),

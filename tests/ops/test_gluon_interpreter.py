@@ -307,6 +307,11 @@ def test_a_last_axis_of_two_is_split() -> None:
         values([1, 2, 3], tl.int32).split()
 
 
+def test_a_tensor_tells_its_type() -> None:
+    layout = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
+    assert Value(np.zeros((2, 3), np.int32), tl.int32, layout).type == (tl.int32, [2, 3], layout)
+
+
 def test_pointers_and_values_are_read_as_other_types() -> None:
     out = torch.empty(256)
     launch(gluon_kernels.bitcast_kernel, out, ALL_BYTES.view(torch.int32))
