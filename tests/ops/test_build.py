@@ -45,14 +45,13 @@ DECODE = {
 }
 APPEND = {name: spec(name, 16, 128, 8) for name in ("bf16", "fp8_tensor", "fp8_token")}
 
-# The Hopper kernel, which takes Triton some seconds for each tuning: pages below the tile and of its size, both masks, fewest and most query rows, 16-bit pages;
-# from 32 rows of D 128 on a warpgroup multiplies.
+# The Hopper kernel, which takes Triton some seconds for each tuning: pages below the tile and of its size, both masks, 16-bit pages, fewest and most rows of
+# queries, of which a warpgroup multiplies 32 and more.
 GLUON = {
     "gluon fp8_tensor p16 d256 rows 8": spec("fp8_tensor", 16, 256, 8),
     "gluon fp8_token p64 d64 rows 64 options": spec("fp8_token", 64, 64, 16, 4, window=128, soft_cap=30.0),
     "gluon fp8_tensor p64 d256 rows 128": spec("fp8_tensor", 64, 256, 16, 8),
-    "gluon fp8_token p64 d256 rows 32": spec("fp8_token", 64, 256, 8, 4),
-    "gluon bf16 p16 d128 rows 64": spec("bf16", 16, 128, 16, 4),
+    "gluon bf16 p64 d256 rows 32": spec("bf16", 64, 256, 8, 4),
     "gluon bf16 p64 d256 rows 8": spec("bf16", 64, 256, 8),
     "gluon fp8_tensor p64 d256 unmasked": spec("fp8_tensor", 64, 256, 8, mask_unowned_kv=False),
 }

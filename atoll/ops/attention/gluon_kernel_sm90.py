@@ -89,11 +89,11 @@ def _pages_of_tile(table_ptr, i_tile, tile_hi, row_lo, row_hi, TILE: gl.constexp
             m_page = wanted & _owns(i_tile * TILE + i * S, row_lo, row_hi, S, WINDOW)
             page = gl.load(table_ptr + i_tile * NUM + i, mask=m_page, other=0)
             some = gl.where(m_page, page, some)
-            owned += (m_page,)
-            read += (page,)
+            owned += (m_page,)  # type: ignore[assignment]
+            read += (page,)  # type: ignore[assignment]
         pages = ()
         for i in gl.static_range(NUM):
-            pages += (gl.where(owned[i], read[i], some),)
+            pages += (gl.where(owned[i], read[i], some),)  # type: ignore[assignment]
         return pages
 
 
@@ -374,7 +374,7 @@ def _attend_tile(
     acc1 = acc1 * gl.expand_dims(b_decay, 0)
     b_p = b_p.to(gl.float16 if FP8 else v_tile.dtype)
     if WGMMA:
-        # P takes the place of K, which every warp is past.
+        # P takes the place of K, which every warp is past: the maximum above was taken over all of them.
         p_smem = k_tile._reinterpret(b_p.dtype, [TILE, M], gl.NVMMASharedLayout(min(128, 2 * M), 16, 2))
         p_smem.store(b_p)
         fence_async_shared()
