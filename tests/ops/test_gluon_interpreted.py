@@ -138,7 +138,7 @@ FAULTS = {
     "a wait for the phase before": Fault(PAGED, (Edit(WAIT, WAIT.replace("phase", "phase ^ 1")),), "a copy in flight is still to write"),
     "no meeting": Fault(PAGED, (Edit(" " * 20 + "program_barrier()", " " * 20 + "pass"),), "was read since the last program_barrier"),
     "no meeting of products": Fault(WIDE_GROUPED, (Edit(" " * 20 + "program_barrier()", " " * 20 + "pass"),), "was read since the last program_barrier"),
-    "no wait for K": Fault(WIDE_GROUPED, (Edit(WAIT.replace("v_bars", "k_bars"), "pass"),), "a product of shared memory that a copy in flight"),
+    "no wait for K": Fault(WIDE_GROUPED, (Edit(WAIT.replace("v_bars", "k_bars"), "pass"),), "a read of shared memory that a copy in flight"),
     "no wait for scores": Fault(WIDE_GROUPED, (Edit(READ_V + WAIT_SCORES, READ_V),), "a product in flight is used as a value"),
     "no wait for values": Fault(GROUPED, (Edit("warpgroup_mma_wait(0, [acc0, acc1])", "acc0, acc1"),), "a product in flight is used as a value"),
     "no fence of q": Fault(GROUPED, (Edit(STORE_Q + FENCE, STORE_Q),), UNFENCED),

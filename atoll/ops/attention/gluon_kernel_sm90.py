@@ -188,21 +188,18 @@ def _multiply_keys(
     k_tile, q0, q1, FULL: gl.constexpr, M: gl.constexpr, H: gl.constexpr, TILE: gl.constexpr, FP8: gl.constexpr, WGMMA: gl.constexpr, mma: gl.constexpr
 ):  # fmt: skip
     """A tile of K in shared memory times q, [TILE, M]; with WGMMA to be waited for."""
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     b_s = gl.zeros([TILE, M], gl.float32, mma)
+    k0, k1 = _load_keys(k_tile, H, FP8, a_layout)
     if WGMMA:
-        if FP8:
-            k0, k1 = _load_keys(k_tile, H, FP8, gl.DotOperandLayout(0, mma, 2))
-        else:
-            k0, k1 = k_tile.slice(0, H, dim=1), k_tile.slice(H, H, dim=1)
         b_s = warpgroup_mma(k0, q0.permute((1, 0)), b_s, is_async=True)
-        if FP8 and not FULL:
+        if not FULL:
             # One half after the other: the masks beside take registers.
             b_s = warpgroup_mma_wait(0, [b_s])
-            k0, k1 = _load_keys(k_tile, H, FP8, gl.DotOperandLayout(0, mma, 2))
+            k0, k1 = _load_keys(k_tile, H, FP8, a_layout)
         return warpgroup_mma(k1, q1.permute((1, 0)), b_s, is_async=True)
     else:
         # Two chains of products, half as long.
-        k0, k1 = _load_keys(k_tile, H, FP8, gl.DotOperandLayout(0, mma, 2))
         return mma_v2(k0, q0, b_s) + mma_v2(k1, q1, b_s)
 
 
@@ -382,10 +379,7 @@ def _attend_tile(
     else:
         b_p = gl.convert_layout(b_p, b_layout)
     if FULL:
-        if WGMMA and not FP8:
-            v0 = v_tile.slice(0, H, dim=1).permute((1, 0))
-            v1 = v_tile.slice(H, H, dim=1).permute((1, 0))
-        elif not WGMMA:
+        if not (WGMMA and FP8):
             v0, v1 = _read_values(v_tile, H, FP8, a_layout)
         acc0, acc1 = _multiply_values(v0, v1, b_p, acc0, acc1, FP8, WGMMA)
         return acc0, acc1, p_sum, b_top, v_unit
