@@ -1,6 +1,7 @@
 """The tiers' worker on a CPU: every byte goes where it should and nowhere else, nothing is told before it has happened, a dead thread is a failed transfer."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -154,12 +155,13 @@ def test_a_copy_that_says_too_early_that_it_has_ended_is_found(monkeypatch: pyte
 
 
 def kill_thread_at(copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy thread ends at that copy, without having made it."""
-    copy_runs, made = ThreadCopier.copy_runs, []
+    """Each copy thread ends at that copy, without having made it."""
+    # One of an earlier test may still run: its copies are its own.
+    copy_runs, begun = ThreadCopier.copy_runs, Counter[ThreadCopier]()
 
     def dying(self: ThreadCopier, way: Way, runs: Runs) -> None:
-        made.append(runs)
-        if len(made) >= copies:
+        begun[self] += 1
+        if begun[self] >= copies:
             raise RuntimeError("the thread dies")
         copy_runs(self, way, runs)
 

@@ -80,7 +80,10 @@ def config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
     # 1 x 65536 of bf16 in 35.6 us, 36.4 without; where L2 held the rows already 0.2 us more (16 x 1024 of fp8 7.9 us, 7.8 without).
     num_rows = min(shape.max_seq_len, spec.window + spec.query_len) if spec.window is not None else shape.max_seq_len
     prefetch = shape.batch * num_rows * kv_row_bytes(spec) > _L2_BYTES
-    return replace(_tiles_and_splits(spec, shape), prefetch=prefetch)
+    tuned = _tiles_and_splits(spec, shape)
+    # Left to itself the compiler takes 128 registers a thread where a tile has several pages, and spills one of them (Triton 3.7).
+    several = spec.page_size < tuned.tile and tuned.num_warps == 4 and block_rows(spec) == 8
+    return replace(tuned, prefetch=prefetch, max_registers=168 if several else None)
 
 
 def _tiles_and_splits(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
@@ -250,8 +253,8 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
 def _portable(plan: DecodePlan) -> DecodePlan:
     """The same work for the Triton kernel, with the plan's own splits and workspace, or with some made once for a plan of one launch."""
     if not plan.config.num_programs:
-        # 3 stages of any tile here fit.
-        return replace(plan, config=replace(plan.config, num_stages=3))
+        # 3 stages of any tile here fit, and registers are its own.
+        return replace(plan, config=replace(plan.config, num_stages=3, max_registers=None))
     if "portable" not in plan.prepared:
         device = plan.seq_lens.device
         config = triton_decode.config(plan.spec, BatchShape(plan.batch, plan.max_seq_len, num_sms(device)))
