@@ -65,9 +65,9 @@ def _build(variant: Variant) -> str | None:
     layout = page_layout(shape)
     scales = [torch.ones(1, device=device)] * 2 if shape.kv_format == "fp8_tensor" else [None, None]
     kv = layout.layer_kv(torch.zeros(_POOL_PAGES, layout.page_bytes, dtype=torch.uint8, device=device), 0, *scales)
-    table = torch.zeros(variant.shape.batch, shape.lanes, dtype=torch.int32)
-    plan = plan_decode(spec, [0] * variant.shape.batch, table, device=device, backend=variant.backend, max_seq_len=shape.ctx, config=variant.config)
-    q = torch.zeros(variant.shape.batch, spec.query_len, spec.num_q_heads, spec.head_dim, dtype=spec.q_dtype, device=device)
+    table = torch.zeros(shape.batch, shape.lanes, dtype=torch.int32)
+    plan = plan_decode(spec, [0] * shape.batch, table, device=device, backend=variant.backend, max_seq_len=shape.ctx, config=variant.config)
+    q = torch.zeros(shape.batch, spec.query_len, spec.num_q_heads, spec.head_dim, dtype=spec.q_dtype, device=device)
     try:
         decode_attention(q, kv, plan)
         torch.cuda.synchronize(device)

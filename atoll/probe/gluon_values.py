@@ -77,7 +77,7 @@ class Value:
         return list(self.data.shape)
 
     @property
-    def type(self) -> "TensorType":
+    def type(self) -> TensorType:
         return TensorType(self.dtype, self.shape, self.layout)
 
     def __bool__(self) -> bool:

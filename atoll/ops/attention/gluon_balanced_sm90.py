@@ -221,13 +221,10 @@ def decode_balanced_kernel(
             tile_hi = gl.minimum(first_tile + stop - pair_lo, last_tile)
             table_ptr = page_table_ptr + i_b.to(gl.int64) * stride_table_b
             head_ptr = v_ptr + i_h.to(gl.int64) * stride_v_h
-            right = 0
-            left = 0
-            if PARTLY and MASK_KV:
-                right, left = _partly_seen_values(
-                    head_ptr, stride_v_p, stride_v_s, table_ptr, tile_lo, tile_hi, row_lo, row_hi, query_len, window, TILE, S, W, CAUSAL, WINDOW, PARTLY,
-                    NUM_WARPS,
-                )  # fmt: skip
+            right, left = _partly_seen_values(
+                head_ptr, stride_v_p, stride_v_s, table_ptr, tile_lo, tile_hi, row_lo, row_hi, query_len, window, TILE, S, W, CAUSAL, WINDOW, PARTLY, MASK_KV,
+                NUM_WARPS,
+            )  # fmt: skip
             q0, q1, q_scale = _load_query(
                 q_ptr, sm_scale, i_b, i_h, first_m, query_len, stride_q_b, stride_q_t, stride_q_h, GROUP, M, H, FP8, NUM_WARPS, WGMMA, mma
             )  # fmt: skip

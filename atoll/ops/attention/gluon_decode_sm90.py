@@ -34,10 +34,11 @@ MIN_PAGE_SIZE = 16
 # More rows, or more of the accumulators, spill (ahead-of-time builds, tests/ops/test_build.py).
 MAX_ROWS = 64
 MAX_QUERY_VALUES = 32 * 256
-# q stays in registers, in each warp whole, up to so many rows; more are multiplied from shared memory by a whole warpgroup (wgmma), whose 64 rows take half of
-# a row of V.
+# q stays in registers, in each warp whole, up to so many rows; more are multiplied from shared memory by a whole warpgroup (wgmma), whose 64 rows half of the
+# head dimension must fill: below that too, 32 rows stay in registers.
 MAX_REGISTER_ROWS = 16
 MIN_WGMMA_HEAD_DIM = 128
+MAX_NARROW_ROWS = 32
 # Lengths that a program of the balanced kernel holds in registers.
 MAX_BALANCED_BATCH = 1024
 _TMA_ALIGN_BYTES = 16
@@ -129,8 +130,8 @@ def candidates(spec: DecodeSpec, shape: BatchShape) -> list[DecodeConfig]:
     base = config(spec, shape)
     # Half a tile starts sooner, and two warps of one are half as long at their meetings.
     small = [replace(base, tile=32, num_warps=2, num_stages=4)] if block_rows(spec) == 8 and not spec.batch_invariant else []
-    # Two warpgroups share a tile twice as long.
-    wide = [replace(base, tile=128, num_warps=8)] if uses_wgmma(spec) and is_fp8(spec.kv_format) and base.tile == 64 else []
+    # Two warpgroups share a tile twice as long, if half of the head dimension fills both.
+    wide = [replace(base, tile=128, num_warps=8)] if uses_wgmma(spec) and is_fp8(spec.kv_format) and spec.head_dim == 256 and base.tile == 64 else []
     found = [replace(base, prefetch=not base.prefetch)]
     for usual in (base, *small, *wide):
         tiles = max(1, shape.batch * spec.num_kv_heads * row_blocks(spec)) * triton_decode.max_tiles(spec, shape, usual.tile)
@@ -160,7 +161,7 @@ def uses_wgmma(spec: DecodeSpec) -> bool:
 
 def block_rows(spec: DecodeSpec) -> int:
     """Query rows of a program: those of a KV head, padded to the columns of a multiply, up to the most that do not spill."""
-    most = min(MAX_ROWS, MAX_QUERY_VALUES // spec.head_dim) if uses_wgmma(spec) else 32
+    most = min(MAX_ROWS, MAX_QUERY_VALUES // spec.head_dim) if uses_wgmma(spec) else MAX_NARROW_ROWS
     return min(most, max(8, triton.next_power_of_2(spec.query_len * spec.group_size)))
 
 

@@ -173,14 +173,19 @@ def _read_values(v_tile, H: gl.constexpr, FP8: gl.constexpr, a_layout: gl.conste
 
 
 @gluon.jit
-def _mask_values(v0, v1, m_v, FP8: gl.constexpr):
-    """Zero where not `m_v` [N]."""
-    m_v = gl.expand_dims(m_v, 0)
+def _load_masked_values(v_tile, m_v, H: gl.constexpr, FP8: gl.constexpr, MASK: gl.constexpr, a_layout: gl.constexpr):
+    """V as two operands [D / 2, N]; with MASK zero where not `m_v` [N]."""
+    v0, v1 = _read_values(v_tile, H, FP8, a_layout)
+    if MASK:
+        m_v = gl.expand_dims(m_v, 0)
+        if FP8:
+            v0 = _keep(m_v, v0)  # owned: values
+        else:
+            v0, v1 = _keep(m_v, v0), _keep(m_v, v1)  # owned: wide values
     if FP8:
-        v0 = _keep(m_v, v0)  # owned: values
-        return v0, v0
+        return _widen_halves(v0)
     else:
-        return _keep(m_v, v0), _keep(m_v, v1)  # owned: wide values
+        return v0, v1
 
 
 @gluon.jit
@@ -223,30 +228,19 @@ def _multiply_masked_values(
     v_tile, m_v, b_p, acc0, acc1, H: gl.constexpr, FP8: gl.constexpr, MASK: gl.constexpr, WGMMA: gl.constexpr, a_layout: gl.constexpr
 ):  # fmt: skip
     """V in shared memory times P added to the two halves of the sum; with MASK zeros in place of rows where not `m_v` [N]."""
+    v0, v1 = _load_masked_values(v_tile, m_v, H, FP8, MASK, a_layout)
     if WGMMA:
         # One half after the other: the masks beside take registers.
-        v0, v1 = _read_values(v_tile, H, FP8, a_layout)
-        if MASK:
-            v0, v1 = _mask_values(v0, v1, m_v, FP8)
-        if FP8:
-            v0, v1 = _widen_halves(v0)
         program_barrier()
         acc0 = warpgroup_mma_wait(0, [warpgroup_mma(v0, b_p, acc0, is_async=True)])
-        v0, v1 = _read_values(v_tile, H, FP8, a_layout)
-        if MASK:
-            v0, v1 = _mask_values(v0, v1, m_v, FP8)
-        if FP8:
-            v0, v1 = _widen_halves(v0)
+        v0, v1 = _load_masked_values(v_tile, m_v, H, FP8, MASK, a_layout)
         return acc0, warpgroup_mma_wait(0, [warpgroup_mma(v1, b_p, acc1, is_async=True)])
     else:
-        v0, v1 = _read_values(v_tile, H, FP8, a_layout)
-        if MASK:
-            v0, v1 = _mask_values(v0, v1, m_v, FP8)
-        return _multiply_values(v0, v1, b_p, acc0, acc1, FP8, WGMMA)
+        return mma_v2(v0, b_p, acc0), mma_v2(v1, b_p, acc1)
 
 
 @gluon.jit
-def _rows_of_pages(
+def _load_rows(
     v_ptr, stride_v_p, stride_v_s, table_ptr, row_0, row_end, S: gl.constexpr, W: gl.constexpr, PARTLY: gl.constexpr, NUM_WARPS: gl.constexpr
 ):  # fmt: skip
     """V's rows [row_0, row_end), PARTLY at most, as words of two 16-bit values, and zeros to fill up: [PARTLY * W / 2]."""
@@ -483,17 +477,24 @@ def _common_rows(row_hi, query_len, window, CAUSAL: gl.constexpr, WINDOW: gl.con
 @gluon.jit
 def _partly_seen_values(
     v_ptr, stride_v_p, stride_v_s, table_ptr, tile_lo, tile_hi, row_lo, row_hi, query_len, window,
-    TILE: gl.constexpr, S: gl.constexpr, W: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PARTLY: gl.constexpr, NUM_WARPS: gl.constexpr,
+    TILE: gl.constexpr, S: gl.constexpr, W: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PARTLY: gl.constexpr, MASK_KV: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
-    """V's rows in tiles [tile_lo, tile_hi) that some query rows see and some do not, right and left of the common ones, PARTLY of either at most."""
-    common_lo, common_hi = _common_rows(row_hi, query_len, window, CAUSAL, WINDOW)
-    lo = tile_lo * TILE
-    hi = tile_hi * TILE
-    right = _rows_of_pages(v_ptr, stride_v_p, stride_v_s, table_ptr, gl.maximum(common_hi, lo), gl.minimum(row_hi, hi), S, W, PARTLY, NUM_WARPS)
-    left = right
-    if WINDOW:
-        left = _rows_of_pages(v_ptr, stride_v_p, stride_v_s, table_ptr, gl.maximum(row_lo, lo), gl.minimum(common_lo, hi), S, W, PARTLY, NUM_WARPS)
-    return right, left
+    """V's rows in tiles [tile_lo, tile_hi) that some query rows see and some do not, right and left of the common ones, PARTLY of either at most.
+
+    Nothing where there are none, or without the mask.
+    """
+    if PARTLY and MASK_KV:
+        common_lo, common_hi = _common_rows(row_hi, query_len, window, CAUSAL, WINDOW)
+        lo = tile_lo * TILE
+        hi = tile_hi * TILE
+        right = _load_rows(v_ptr, stride_v_p, stride_v_s, table_ptr, gl.maximum(common_hi, lo), gl.minimum(row_hi, hi), S, W, PARTLY, NUM_WARPS)
+        left = right
+        if WINDOW:
+            left = _load_rows(v_ptr, stride_v_p, stride_v_s, table_ptr, gl.maximum(row_lo, lo), gl.minimum(common_lo, hi), S, W, PARTLY, NUM_WARPS)
+        return right, left
+    else:
+        return 0, 0
 
 
 @gluon.jit
@@ -645,14 +646,14 @@ def _close(b_sum, b_max, v_scale):
 
 
 @gluon.jit
-def _store_halves(o_out, acc0, acc1, factor, m_m, H: gl.constexpr, FP8: gl.constexpr, ALIGNED: gl.constexpr, mma: gl.constexpr):
-    """Rows of D values at pointers `o_out` [M], multiples of 8 bytes if ALIGNED: row e of the two halves is d 2e and 2e + 1, or not FP8 e and H + e."""
+def _store_halves(o_out, acc0, acc1, factor, m_m, H: gl.constexpr, FP8: gl.constexpr, PAIRS: gl.constexpr, mma: gl.constexpr):
+    """Rows of D values at pointers `o_out` [M], of fp32 and on 8 bytes if PAIRS: row e of the two halves is d 2e and 2e + 1, or not FP8 e and H + e."""
     m_out = gl.expand_dims(m_m, 0)
     factor = gl.expand_dims(factor, 0)
     o_e = gl.expand_dims(gl.arange(0, H, layout=gl.SliceLayout(1, mma)), 1)
     acc0 = (acc0 * factor).to(o_out.dtype.element_ty)
     acc1 = (acc1 * factor).to(o_out.dtype.element_ty)
-    if FP8 and ALIGNED and o_out.dtype.element_ty == gl.float32:
+    if FP8 and PAIRS:
         # Two neighbours at a time.
         pair = (acc0.to(gl.uint32, bitcast=True).to(gl.int64)) | (acc1.to(gl.uint32, bitcast=True).to(gl.int64) << 32)
         gl.store(gl.expand_dims(o_out.to(gl.pointer_type(gl.int64), bitcast=True), 0) + o_e, pair, mask=m_out)
@@ -814,12 +815,10 @@ def decode_tma_kernel(
             k_scale_ptr += i_h.to(gl.int64) * stride_ks_h
             v_scale_ptr += i_h.to(gl.int64) * stride_vs_h
         v_ptr += i_h.to(gl.int64) * stride_v_h
-        right = 0
-        left = 0
-        if PARTLY and MASK_KV:
-            right, left = _partly_seen_values(
-                v_ptr, stride_v_p, stride_v_s, table_ptr, tile_lo, tile_hi, row_lo, row_hi, query_len, window, TILE, S, W, CAUSAL, WINDOW, PARTLY, NUM_WARPS
-            )  # fmt: skip
+        right, left = _partly_seen_values(
+            v_ptr, stride_v_p, stride_v_s, table_ptr, tile_lo, tile_hi, row_lo, row_hi, query_len, window, TILE, S, W, CAUSAL, WINDOW, PARTLY, MASK_KV,
+            NUM_WARPS,
+        )  # fmt: skip
         q0, q1, q_scale = _load_query(
             q_ptr, sm_scale, i_b, i_h, first_m, query_len, stride_q_b, stride_q_t, stride_q_h, GROUP, M, H, FP8, NUM_WARPS, WGMMA, mma
         )  # fmt: skip
