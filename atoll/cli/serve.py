@@ -1,7 +1,7 @@
 """`atoll serve`: the OpenAI-compatible server."""
 
 import logging
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from atoll.errors import ConfigError
 
 if TYPE_CHECKING:
     from atoll.server.service import Service
+    from atoll.server.signals import Interrupt
 
 
 @spread
@@ -59,26 +60,25 @@ def serve(
     config = make_engine_config(engine_options)
     server_config = ServerConfig(**server_options)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    from atoll.server.signals import stop_signals
+    from atoll.server.signals import Interrupt, stop_signals
 
-    with stop_signals(_stop):
-        _serve(model, served_model_name, config, server_config)
-
-
-def _stop(*_: object) -> NoReturn:
-    """Whoever stops a server that still loads has stopped it in good order, as later: the exit code is 0."""
-    raise SystemExit(0)
+    # Whoever stops a server that still loads has stopped it in good order, as later.
+    interrupt = Interrupt()
+    with stop_signals(interrupt):
+        _serve(model, served_model_name, config, server_config, interrupt)
 
 
-def _serve(model: str, served_model_name: str | None, config: EngineConfig, server_config: ServerConfig) -> None:
-    from atoll.server.engine_process import EngineProcess
+def _serve(model: str, served_model_name: str | None, config: EngineConfig, server_config: ServerConfig, interrupt: "Interrupt") -> None:
+    with interrupt.held():
+        from atoll.server.engine_process import EngineProcess
 
     with EngineProcess(model, config, log_level=server_config.log_level) as engine:
         # While that loads the model.
-        from atoll import __version__
-        from atoll.server.serve import open_socket
-        from atoll.server.serve import serve as serve_until_signal
-        from atoll.server.service import Service
+        with interrupt.held():
+            from atoll import __version__
+            from atoll.server.serve import open_socket
+            from atoll.server.serve import serve as serve_until_signal
+            from atoll.server.service import Service
 
         # A port that is taken is told before the model is loaded.
         open_socket(server_config).close()

@@ -7,7 +7,8 @@ import queue
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -15,7 +16,7 @@ from atoll.config import EngineConfig
 from atoll.errors import AtollError, UnavailableError
 from atoll.models.tokenizer import Tokenizer
 from atoll.server.messages import Command, Died, EngineFacts, NotReady, Ready, Report, Stop, decode, encode
-from atoll.server.signals import stop_signals
+from atoll.server.signals import blocked_stop_signals, ignore_stop_signals
 
 if TYPE_CHECKING:
     from atoll.server.engine_worker import EngineWorker
@@ -66,7 +67,9 @@ class EngineProcess:
         self._threads: list[threading.Thread] = []
         self._is_stopping = False
         self._stop_s = STOP_S
-        with _signals_not_inherited():
+        # It lets both signals through when it starts.
+        resource_tracker.ensure_running()
+        with blocked_stop_signals():
             self._process.start()
         theirs.close()
 
@@ -146,13 +149,9 @@ class EngineProcess:
         return f"the engine's process has ended with {how}; look into the log, and restart the server"
 
 
-def _signals_not_inherited() -> AbstractContextManager[None]:
-    """A process that is started here ignores both: Ctrl-C and a service manager's SIGTERM reach all processes, and the server decides what they mean."""
-    return stop_signals(signal.SIG_IGN) if threading.current_thread() is threading.main_thread() else nullcontext()
-
-
 def _run_engine(connection: Connection, model: str, config: EngineConfig, log_level: str) -> None:
-    """What the process does."""
+    """What the process does. Ctrl-C and a service manager's SIGTERM reach all processes, and the server decides what they mean."""
+    ignore_stop_signals()
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     workers: list[EngineWorker] = []
 

@@ -124,7 +124,11 @@ def serve(service: Service, *, on_listen: Callable[[str], None], on_interrupt: C
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     server = make_server(service, on_listen=lambda: on_listen(address), on_interrupt=on_interrupt)
+
+    def stop(*_: object) -> None:
+        """Before uvicorn's own handlers are there, and after: it raises a signal anew once it has stopped, and stopping in good order is no failure."""
+        server.should_exit = True
+
     # uvloop's where it is installed.
-    # uvicorn raises a signal anew once it has stopped, which would end the process by it: stopping in good order is no failure.
-    with stop_signals(lambda *_: None), asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+    with stop_signals(stop), asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(server.serve([listener]))
