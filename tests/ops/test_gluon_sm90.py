@@ -124,14 +124,6 @@ def test_rows_on_odd_bytes_are_refused_where_the_backend_was_asked_for_by_name()
         launch("odd", by_name=True)
 
 
-def test_rows_too_far_apart_are_refused() -> None:
-    kv = problem_of("hnd").kv
-    far = torch.empty_strided((1, 1, 16, 256), (256, 256, 1 << 27, 1), dtype=kv.k.dtype, device="meta")
-    assert gluon_decode_sm90.cache_refusal(replace(kv, k=far)) == (
-        "the rows of a page in k pages of strides (256, 256, 134217728, 1) lie over more than 2147483647 elements"
-    )
-
-
 @pytest.mark.parametrize(
     ("spec", "backend"), [(SPEC, "triton"), (replace(SPEC, batch_invariant=True), "gluon_sm90")], ids=["another backend", "bits of a sequence alone"]
 )
@@ -154,7 +146,6 @@ def test_candidates_are_tunings_of_both_kinds() -> None:
     found = gluon_decode_sm90.candidates(SPEC, BatchShape(16, 16384, 132))
     assert {config.num_programs for config in found} == {0, 33, 66, 132, 264, 528}
     assert len({config.num_splits for config in found if not config.num_programs}) > 2
-    assert {config.lane_copies for config in gluon_decode_sm90.candidates(replace(SPEC, page_size=64), BatchShape(16, 16384, 132))} == {False, True}
     few = gluon_decode_sm90.candidates(SPEC, BatchShape(1, 100, 132))
     assert max(config.num_programs for config in few) <= 4 * SPEC.num_kv_heads  # four tiles of 32 a head
     assert {config.num_programs for config in gluon_decode_sm90.candidates(replace(SPEC, batch_invariant=True), BatchShape(16, 16384, 132))} == {0}
@@ -275,24 +266,6 @@ def test_one_launch_takes_small_and_large_batches(num_sequences: int) -> None:
     """A thread holds one length of a batch of 32, and several of a larger one."""
     case = Case(SPEC, tuple((37 * i) % 200 for i in range(1, num_sequences + 1)))
     config = replace(gluon_decode_sm90.config(SPEC, BatchShape(num_sequences, 200, 132)), num_splits=1, num_programs=132)
-    assert probe_case(BackendAdapter("gluon_sm90", config), case, device="cuda").status == ("clean" if is_hopper() else "refused")
-
-
-# Tiles that TMA could copy: of q in registers and by a warpgroup, of a page and of half of one, in splits and in one launch.
-LANES = {
-    "fp8_tensor": (replace(SPEC, page_size=64), {"num_splits": 3}),
-    "bf16 by a warpgroup": (replace(SPEC, page_size=128, kv_format="bf16", query_len=4), {}),
-    "fp8_token of a window": (replace(SPEC, page_size=64, kv_format="fp8_token", window=300), {}),
-    "fp8_token drafts in one launch": (replace(SPEC, page_size=128, kv_format="fp8_token", query_len=4), {"num_programs": 132}),
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", LANES)
-def test_copies_by_lanes_of_what_tma_could_copy_are_clean(name: str) -> None:
-    spec, options = LANES[name]
-    case = Case(spec, (0, 5, 63, 64, 300, 1000))
-    config = DecodeConfig(lane_copies=True, **options)
     assert probe_case(BackendAdapter("gluon_sm90", config), case, device="cuda").status == ("clean" if is_hopper() else "refused")
 
 

@@ -42,7 +42,6 @@ MAX_NARROW_ROWS = 32
 # Lengths that a program of the balanced kernel holds in registers.
 MAX_BALANCED_BATCH = 1024
 _TMA_ALIGN_BYTES = 16
-_MAX_PAGE_ELEMENTS = 2**31 - 1  # a lane counts them in 32 bits
 _L2_BYTES = 50 << 20
 
 
@@ -82,7 +81,10 @@ def config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
     # 1 x 65536 of bf16 in 35.6 us, 36.4 without; where L2 held the rows already 0.2 us more (16 x 1024 of fp8 7.9 us, 7.8 without).
     num_rows = min(shape.max_seq_len, spec.window + spec.query_len) if spec.window is not None else shape.max_seq_len
     prefetch = shape.batch * num_rows * kv_row_bytes(spec) > _L2_BYTES
-    return replace(_tiles_and_splits(spec, shape), prefetch=prefetch)
+    tuned = _tiles_and_splits(spec, shape)
+    # Left to itself the compiler takes 128 registers a thread where a tile has several pages, and spills one of them (Triton 3.7).
+    several = spec.page_size < tuned.tile and tuned.num_warps == 4 and block_rows(spec) == 8
+    return replace(tuned, prefetch=prefetch, max_registers=168 if several else None)
 
 
 def _tiles_and_splits(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
@@ -99,9 +101,8 @@ def _tiles_and_splits(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
     if 0.9 * shape.num_sms <= programs <= shape.num_sms and spec.page_size >= 32 and _shares_long_tiles(spec, tiles_per_sm):
         # One program an SM takes a whole sequence, and nothing is merged: 64 x 4096 in 66.2 and 66.9 us, 68.7 and 69.0 for two of tile 64.
         return DecodeConfig(128, 1, 0, 8, 3)
-    if spec.head_dim == 64 and is_fp8(spec.kv_format) and block_rows(spec) <= MAX_REGISTER_ROWS and tiles_per_sm > 16:
-        # 32 rows of V's pairs are those of two warps: 64 x 4096 with 8 KV heads in 65.2 us, 74.3 with four warps of which two compute the same twice. Of more
-        # query rows two warps spill.
+    if spec.head_dim == 64 and is_fp8(spec.kv_format) and tiles_per_sm > 16:
+        # 32 rows of V's pairs are those of two warps: 64 x 4096 with 8 KV heads in 65.2 us, 74.3 with four warps of which two compute the same twice.
         return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, 4 * shape.num_sms), 0, 2, 3)
     slots = (2 if tiles_per_sm > 16 else 1) * shape.num_sms // row_blocks(spec)
     return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, slots), 0, 4, 3)
@@ -123,17 +124,15 @@ def _wide_config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
 
 
 def candidates(spec: DecodeSpec, shape: BatchShape) -> list[DecodeConfig]:
-    """Tunings that may beat `config`'s at a batch shape, for `bench decode --tune`: prefetching or not, copies by TMA or by lanes, other splits, one balanced
-    launch, and the last two also in smaller and larger tiles.
+    """Tunings that may beat `config`'s at a batch shape, for `bench decode --tune`: prefetching or not, other splits, one balanced launch, and these
+    also in small tiles.
     """
     base = config(spec, shape)
     # Half a tile starts sooner, and two warps of one are half as long at their meetings.
     small = [replace(base, tile=32, num_warps=2, num_stages=4)] if block_rows(spec) == 8 and not spec.batch_invariant else []
-    # Eight warps share a tile twice as long, if half of the head dimension fills them.
-    wide = [replace(base, tile=128, num_warps=8)] if is_fp8(spec.kv_format) and spec.head_dim == 256 and base.tile == 64 else []
+    # Two warpgroups share a tile twice as long, if half of the head dimension fills both.
+    wide = [replace(base, tile=128, num_warps=8)] if uses_wgmma(spec) and is_fp8(spec.kv_format) and spec.head_dim == 256 and base.tile == 64 else []
     found = [replace(base, prefetch=not base.prefetch)]
-    if spec.page_size >= base.tile:
-        found.append(replace(base, lane_copies=not base.lane_copies))
     for usual in (base, *small, *wide):
         tiles = max(1, shape.batch * spec.num_kv_heads * row_blocks(spec)) * triton_decode.max_tiles(spec, shape, usual.tile)
         slots = [int(shape.num_sms * waves) for waves in (0.25, 0.5, 1, 2, *((4,) if usual.tile < 64 else ()))]
@@ -176,8 +175,6 @@ def cache_refusal(kv: PagedKV) -> str | None:
     for name, pages in (("k", kv.k), ("v", kv.v)):
         if pages.data_ptr() % _TMA_ALIGN_BYTES or any(stride * pages.element_size() % _TMA_ALIGN_BYTES for stride in pages.stride()[:-1]):
             return f"{name} pages of strides {pages.stride()} do not lie on multiples of {_TMA_ALIGN_BYTES} bytes"
-        if pages.shape[2] * pages.stride(2) > _MAX_PAGE_ELEMENTS:
-            return f"the rows of a page in {name} pages of strides {pages.stride()} lie over more than {_MAX_PAGE_ELEMENTS} elements"
         if prod(pages.shape) == 0:
             return f"{name} pages of shape {tuple(pages.shape)} are empty"
     return None
@@ -222,8 +219,6 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         "D": spec.head_dim,
         "TILE": cfg.tile,
         "S": spec.page_size,
-        "K_ROW": 2 * cache.k.stride(2),
-        "V_ROW": 2 * cache.v.stride(2),
         "FP8": is_fp8(spec.kv_format),
         "PER_TOKEN": per_token,
         "CAUSAL": spec.causal,
@@ -235,15 +230,14 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         "STAGES": cfg.num_stages,
         "NUM_WARPS": cfg.num_warps,
         "WGMMA": uses_wgmma(spec),
-        "BULK": spec.page_size >= cfg.tile and not cfg.lane_copies,
         "PDL": has_dependent_launch(q.device),
         "num_warps": cfg.num_warps,
         **launch_options(q.device, cfg.max_registers),
     }
     if cfg.num_programs:
         decode_balanced_kernel[(cfg.num_programs,)](
-            out, lse, plan.partial_o, plan.partial_lse, plan.arrivals, *inputs, plan.batch, spec.num_kv_heads,
-            cache.k, cache.v, *cache.k_strides, *cache.v_strides, *strides, BATCH=max(32, triton.next_power_of_2(plan.batch)), **variant,
+            out, lse, plan.partial_o, plan.partial_lse, plan.arrivals, *inputs, plan.batch, spec.num_kv_heads, cache.v, *cache.v_strides, *strides,
+            BATCH=max(32, triton.next_power_of_2(plan.batch)), **variant,
         )  # fmt: skip
         return
     split = cfg.num_splits > 1
@@ -276,7 +270,7 @@ class _CacheWords(NamedTuple):
     k: torch.Tensor  # [P, HKV, S, words of a row]
     v: torch.Tensor
     k_strides: tuple[int, ...]  # of a page and a head
-    v_strides: tuple[int, ...]
+    v_strides: tuple[int, ...]  # of a page, a head and a row
     dense: bool  # the rows of a page and head lie one after another
 
 
@@ -285,7 +279,7 @@ def _cache_words(kv: PagedKV) -> _CacheWords:
     if "gluon_sm90 words" not in kv.prepared:
         k, v = kv.k.view(torch.int32), kv.v.view(torch.int32)
         dense = all(pages.stride(2) == pages.shape[3] for pages in (k, v))
-        kv.prepared["gluon_sm90 words"] = _CacheWords(k, v, k.stride()[:2], v.stride()[:2], dense)
+        kv.prepared["gluon_sm90 words"] = _CacheWords(k, v, k.stride()[:2], v.stride()[:3], dense)
     return kv.prepared["gluon_sm90 words"]
 
 

@@ -48,7 +48,6 @@ class DecodeConfig:
     num_stages: int = 3
     peel_above: int = 0  # tiles per split above which tiles without a mask get a loop of their own
     max_registers: int | None = None  # per thread; None: the compiler's choice
-    lane_copies: bool = False  # each lane copies for itself where TMA could (gluon_sm90)
     prefetch: bool = False  # L2 fetches each program's first tile while the kernel before still runs (gluon_sm90)
     num_programs: int = 0  # above 0: one launch of so many programs, which share out all tiles of the batch and merge among themselves (gluon_sm90)
 
