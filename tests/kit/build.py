@@ -26,8 +26,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from atoll.ops.attention import BatchShape, DecodeConfig, DecodeSpec, gluon_decode_sm90, plan_decode, triton_append, triton_decode
-from atoll.ops.attention.plan import make_workspace
+from atoll.ops.attention.plan import DecodePlan, make_workspace
 from atoll.probe import Case
+from atoll.probe.cases import DecodeProblem
 
 # `atoll.ops.attention.combine`, the module, not its function.
 combine = import_module("atoll.ops.attention.combine")
@@ -56,6 +57,7 @@ class Launch:
     kernel: Any  # triton.JITFunction
     arguments: dict[str, Any]
     options: dict[str, Any]
+    grid: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class _Recorder:
         def record(*args: Any, **kwargs: Any) -> None:
             options = {name: kwargs.pop(name) for name in _LAUNCH_OPTIONS if name in kwargs}
             arguments = inspect.signature(self.kernel.fn).bind(*args, **kwargs).arguments
-            self.launches.append(Launch(self.kernel, dict(arguments), options))
+            self.launches.append(Launch(self.kernel, dict(arguments), options, grid))
 
         return record
 
@@ -128,13 +130,29 @@ def balanced_launches(spec: DecodeSpec, target: str) -> list[Launch]:
 def _decode_launches(
     backend: ModuleType, kernel: str, spec: DecodeSpec, target: str, batch: int, seq_len: int, config: DecodeConfig | None = None
 ) -> list[Launch]:
-    nvidia = target.startswith("sm_")
-    config = config or backend.config(spec, BatchShape(batch=batch, max_seq_len=seq_len, num_sms=132, amd=not nvidia))
-    problem = Case(spec, (40, 200)).make()
+    config = config or backend.config(spec, BatchShape(batch=batch, max_seq_len=seq_len, num_sms=132, amd=not target.startswith("sm_")))
+    return record_decode(backend, kernel, Case(spec, (40, 200)).make(), target, config).launches
+
+
+@dataclass(frozen=True)
+class RecordedDecode:
+    """A call of a backend that only recorded its launches, and the tensors that they write."""
+
+    launches: list[Launch]
+    plan: DecodePlan
+    out: torch.Tensor  # NaN, as the workspace is
+    lse: torch.Tensor
+
+
+def record_decode(backend: ModuleType, kernel: str, problem: DecodeProblem, target: str, config: DecodeConfig) -> RecordedDecode:
+    """What a backend would launch for a problem on that target."""
+    spec, nvidia = problem.spec, target.startswith("sm_")
     # The plan only makes the workspace here; this host cannot run the Triton backend.
     plan = plan_decode(spec, problem.seq_lens, problem.page_table, backend="reference")
     plan = replace(plan, config=config, **make_workspace(spec, plan.batch, config, plan.seq_lens.device))
-    out, lse = torch.empty_like(problem.q), torch.empty(problem.q.shape[:3])
+    out, lse = torch.full_like(problem.q, torch.nan), torch.full(problem.q.shape[:3], torch.nan)
+    for workspace in (plan.partial_o, plan.partial_lse):
+        workspace.fill_(torch.nan)
 
     def launch_options(_: torch.device, max_registers: int | None = None) -> dict[str, int | bool]:
         registers = {"maxnreg": max_registers} if max_registers is not None else {}
@@ -146,7 +164,7 @@ def _decode_launches(
             stack.enter_context(mock.patch.object(module, "launch_options", launch_options))
         launches = stack.enter_context(recorded_launches((backend, kernel), (combine, "combine_kernel")))
         backend.decode(problem.q, problem.kv, plan, out, lse, problem.sinks)
-    return launches
+    return RecordedDecode(launches, plan, out, lse)
 
 
 def append_launches(spec: DecodeSpec, target: str) -> list[Launch]:
@@ -173,15 +191,27 @@ def recorded_launches(*kernels: tuple[ModuleType, str]) -> Iterator[list[Launch]
         yield launches
 
 
+def passed(launch: Launch) -> list[tuple[str, Any]]:
+    """The arguments that the compiled kernel still takes, in order: not what it was specialized for."""
+    kept = []
+    for parameter in launch.kernel.params:
+        value = launch.arguments[parameter.name]
+        one = not parameter.do_not_specialize and isinstance(value, int) and value == 1
+        if not (parameter.is_constexpr or value is None or one):
+            kept.append((parameter.name, value))
+    return kept
+
+
 def build(launch: Launch, target: str) -> Cost:
     """Compile for a target and read the cost off the result."""
     constants: dict[str, Any] = {}
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    kept = dict(passed(launch))
     for i, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
         specialize = not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or (specialize and isinstance(value, int) and value == 1):
+        if parameter.name not in kept:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
             continue
         signature[parameter.name] = _type_name(value)
