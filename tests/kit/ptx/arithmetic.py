@@ -72,9 +72,10 @@ ARITHMETIC = frozenset(name.split(".")[0] for name in (*_FLOAT, *_INTEGER))
 
 def _quotient(a: Values, b: Values) -> Values:
     """Towards zero; of zero, which PTX leaves open, zero."""
-    safe = np.where(b == 0, 1, b)
-    quotient = np.abs(a) // np.abs(safe)
-    return np.where((a < 0) != (safe < 0), -quotient, quotient).astype(a.dtype)
+    # The least number has no absolute value of its own width.
+    over, under = (x.astype(np.int64) if x.itemsize < 8 else x for x in (a, np.where(b == 0, 1, b)))
+    quotient = np.abs(over) // np.abs(under)
+    return np.where(b == 0, 0, np.where((over < 0) != (under < 0), -quotient, quotient)).astype(a.dtype)
 
 
 def compute(program: Program, instruction: Instruction, mask: np.ndarray | None) -> None:
@@ -201,9 +202,10 @@ def convert(program: Program, instruction: Instruction, mask: np.ndarray | None)
 
 
 def _narrowed(values: np.ndarray, kind: str) -> np.ndarray:
-    """float32 rounded to the nearest float16 or bfloat16, ties to even."""
+    """float32 rounded to the nearest float16 or bfloat16, ties to even; there is one NaN."""
     if kind == "f16":
-        return values.astype(np.float16).view(np.uint16)
-    bits = values.view(np.uint32).astype(np.uint64)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-    return np.where(np.isnan(values), 0x7FFF, rounded).astype(np.uint16)
+        rounded = values.astype(np.float16).view(np.uint16)
+    else:
+        bits = values.view(np.uint32).astype(np.uint64)
+        rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FFF), rounded)

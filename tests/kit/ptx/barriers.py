@@ -1,4 +1,4 @@
-"""Barriers in shared memory (mbarrier) of a compiled program, and the copies by TMA that arrive at them."""
+"""Barriers in shared memory (mbarrier) of a compiled program, and the copies that arrive at them: by TMA, or by lanes (cp.async)."""
 
 from dataclasses import dataclass, field
 
@@ -33,6 +33,8 @@ class Barriers:
     def __init__(self, shared: SharedMemory) -> None:
         self._shared = shared
         self._barriers: dict[int, Barrier] = {}  # by address
+        # Of each warp: copies by its lanes that no arrival has been asked for yet.
+        self._in_flight: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(shared.num_warps)]
 
     def init(self, address: int, count: int, warp: int, line: int) -> None:
         if address in self._barriers:
@@ -76,6 +78,26 @@ class Barriers:
         shared.time[shared.copier] += 1
         self._end_phase(barrier)
 
+    def copy_by_lanes(self, addresses: np.ndarray, data: np.ndarray, warp: int, line: int) -> None:
+        """Each lane starts a copy of `data [lanes, bytes]`."""
+        shared = self._shared
+        shared.on_write(warp, shared.cells(addresses, data.shape[1]), line, shared.lanes(warp))
+        places = addresses[:, None] + np.arange(data.shape[1])
+        shared.bytes[places] = 0xFF
+        self._in_flight[warp].append((places, data))
+
+    def arrive_with_copies(self, address: int, num_lanes: int, warp: int, line: int) -> None:
+        """Each lane arrives when what it copied is there; of what else it did, nobody is told."""
+        barrier, agent = self._reached(address, warp, line), self._shared.lanes(warp)
+        if num_lanes > barrier.left:
+            raise Fault(f"{num_lanes} arrivals at the barrier at {address}, which waits for {barrier.left} more of {barrier.count}")
+        barrier.left -= num_lanes
+        barrier.copies += self._in_flight[warp]
+        self._in_flight[warp] = []
+        barrier.told[agent] = self._shared.time[agent]
+        self._shared.time[agent] += 1
+        self._end_phase(barrier)
+
     def wait(self, address: int, parity: int, line: int) -> None:
         """All warps wait for a phase of that parity to have ended."""
         for warp in range(self._shared.num_warps):
@@ -89,6 +111,8 @@ class Barriers:
 
     def close(self) -> None:
         """The program has ended."""
+        if any(self._in_flight):
+            raise Fault("the program ends with copies by lanes in flight, which nobody can wait for")
         for address, barrier in self._barriers.items():
             if not barrier.at_rest:
                 raise Fault(

@@ -1,22 +1,17 @@
-"""What each instruction does: moves, loads and stores, lanes, barriers and copies here, all others in files of their own."""
+"""What each instruction does: moves, loads and stores, what lanes and threads do together here; numbers, matrices and copies in files of their own."""
 
 import re
 
 import numpy as np
 
 from tests.kit.ptx.arithmetic import ARITHMETIC, choose, compare, compute, convert, extract, permute, shift
-from tests.kit.ptx.faults import Fault
-from tests.kit.ptx.matrix import ldmatrix, mma, stmatrix, swizzled, wgmma
+from tests.kit.ptx.copies import barrier, copy
+from tests.kit.ptx.matrix import ldmatrix, mma, stmatrix, wgmma
 from tests.kit.ptx.parse import Instruction, members
-from tests.kit.ptx.program import LANES, Execute, Program, threads_in, unknown
+from tests.kit.ptx.program import LANES, Execute, Program, by_warp, threads_in, unknown
 from tests.kit.ptx.registers import BITS
 
 _ACCESS = re.compile(r"(?:ld|st)\.(global|shared)(?:\.cg)?(?:\.v([24]))?\.(b16|b32|b64)")
-_COPY = "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-
-# The engine's own, of a swizzled box and of plain bytes.
-_COPY_ALIGN_BYTES = 128
-_BULK_ALIGN_BYTES = 16
 
 
 def _move(program: Program, instruction: Instruction, mask: np.ndarray | None) -> None:
@@ -63,7 +58,7 @@ def _load(program: Program, instruction: Instruction, mask: np.ndarray | None) -
     addresses, threads = registers.address(where), threads_in(program, mask)
     data = np.zeros((program.code.num_threads, num * size), np.uint8)
     if space == "shared":
-        for _, own in _by_warp(program, threads):
+        for _, own in by_warp(program, threads):
             program.shared.on_read(int(program.warp[own[0]]), program.shared.cells(addresses[own], num * size), instruction.line)
         data[threads] = program.shared.bytes[addresses[threads][:, None] + np.arange(num * size)]
     else:
@@ -81,16 +76,11 @@ def _store(program: Program, instruction: Instruction, mask: np.ndarray | None) 
     if space == "global":
         program.memory.store(addresses[threads].view(np.uint64), data[threads])
         return
-    for warp, own in _by_warp(program, threads):
+    for warp, own in by_warp(program, threads):
         cells = program.shared.cells(addresses[own], num_bytes)
         places = addresses[own][:, None] + np.arange(num_bytes)
         program.shared.on_write(warp, cells, instruction.line, same=bool((program.shared.bytes[places] == data[own]).all()))
         program.shared.bytes[places] = data[own]
-
-
-def _by_warp(program: Program, threads: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Each warp that has threads among these, and which."""
-    return [(warp, own) for warp in range(program.num_warps) if len(own := threads[program.warp[threads] == warp])]
 
 
 def _count(program: Program, instruction: Instruction, mask: np.ndarray | None) -> None:
@@ -151,7 +141,7 @@ def _meet(program: Program, instruction: Instruction, mask: np.ndarray | None) -
 def _fence(program: Program, instruction: Instruction, mask: np.ndarray | None) -> None:
     if instruction.text not in ("fence.proxy.async.shared::cta", "fence.proxy.async"):
         raise unknown(instruction)
-    for warp, _ in _by_warp(program, threads_in(program, mask)):
+    for warp, _ in by_warp(program, threads_in(program, mask)):
         program.shared.fence(warp)
 
 
@@ -159,54 +149,6 @@ def _depend(program: Program, instruction: Instruction, mask: np.ndarray | None)
     """Other kernels are over, or not begun."""
     if instruction.text not in ("griddepcontrol.wait", "griddepcontrol.launch_dependents"):
         raise unknown(instruction)
-
-
-def _barrier(program: Program, instruction: Instruction, mask: np.ndarray | None) -> None:
-    registers, operands, threads = program.registers, instruction.operands, threads_in(program, mask)
-    match instruction.text:
-        case "mbarrier.init.shared::cta.b64" | "mbarrier.init.shared.b64":
-            for thread in threads:
-                program.barriers.init(int(registers.address(operands[0])[thread]), int(operands[1]), int(program.warp[thread]), instruction.line)
-        case "mbarrier.inval.shared::cta.b64" | "mbarrier.inval.shared.b64":
-            for thread in threads:
-                program.barriers.invalidate(int(registers.address(operands[0])[thread]), int(program.warp[thread]), instruction.line)
-        case "mbarrier.arrive.expect_tx.shared.b64":
-            for thread in threads:
-                address, num_bytes = int(registers.address(operands[1])[thread]), int(registers.read(operands[2], "u32")[thread])
-                program.barriers.expect(address, num_bytes, int(program.warp[thread]), instruction.line)
-        case "mbarrier.try_wait.parity.shared.b64":
-            addresses, parities = registers.address(operands[1]), registers.read(operands[2], "u32")
-            if mask is not None or (addresses != addresses[0]).any() or (parities != parities[0]).any():
-                raise Fault("threads wait for different phases, or only some wait")
-            program.barriers.wait(int(addresses[0]), int(parities[0]), instruction.line)
-            registers.write(operands[0], np.ones(program.code.num_threads, bool), mask)
-        case _:
-            raise unknown(instruction)
-
-
-def _copy(program: Program, instruction: Instruction, mask: np.ndarray | None) -> None:
-    """A box of rows by TMA, swizzled by where it comes to lie; or bytes that are only brought nearer."""
-    registers = program.registers
-    if instruction.text == "cp.async.bulk.prefetch.L2.global":
-        where, num_bytes = registers.address(instruction.operands[0]), registers.read(instruction.operands[1], "u32")
-        for thread in threads_in(program, mask):
-            program.memory.check(int(where[thread]), int(num_bytes[thread]), _BULK_ALIGN_BYTES)
-        return
-    if instruction.text != _COPY:
-        raise unknown(instruction)
-    destination, source, barrier = instruction.operands
-    tensor_map, _, corner = source.strip("[] ").partition(",")
-    coordinates = [registers.values(name, "s32") for name in members(corner.strip())]
-    for thread in threads_in(program, mask):
-        boxes = program.maps.get(int(registers.read(tensor_map.strip(), "b64")[thread]))
-        start = int(registers.address(destination)[thread])
-        if boxes is None or start % _COPY_ALIGN_BYTES:
-            raise Fault(f"a copy to {start}, which is no multiple of {_COPY_ALIGN_BYTES}" if boxes else "a copy by what is no tensor map")
-        # The innermost dimension comes first.
-        box = boxes.box([int(at[thread]) for at in reversed(coordinates)])
-        places = swizzled(start + np.arange(box.size), boxes.row_bytes)
-        address = int(registers.address(barrier)[thread])
-        program.barriers.copy(address, places, box.reshape(-1).copy(), int(program.warp[thread]), instruction.line)
 
 
 INSTRUCTIONS: dict[str, Execute] = {
@@ -228,8 +170,8 @@ INSTRUCTIONS: dict[str, Execute] = {
     "bar": _meet,
     "fence": _fence,
     "griddepcontrol": _depend,
-    "mbarrier": _barrier,
-    "cp": _copy,
+    "mbarrier": barrier,
+    "cp": copy,
     "ldmatrix": ldmatrix,
     "stmatrix": stmatrix,
     "mma": mma,

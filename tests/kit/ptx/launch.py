@@ -1,5 +1,7 @@
 """A recorded launch of a compiled kernel, carried out on the host tensors that it was recorded with."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -9,7 +11,7 @@ from tests.kit.build import Cost, Launch, passed
 from tests.kit.ptx.faults import Fault
 from tests.kit.ptx.instructions import INSTRUCTIONS
 from tests.kit.ptx.memory import GlobalMemory
-from tests.kit.ptx.parse import Parameter, parse
+from tests.kit.ptx.parse import Code, Parameter, parse
 from tests.kit.ptx.program import Boxes, Program
 
 # Addresses of tensor maps, apart from all of memory.
@@ -17,7 +19,7 @@ _MAPS = 1 << 60
 
 
 def launch_compiled(launch: Launch, cost: Cost, ptx: str | None = None) -> int:
-    """Run all programs, one after another; raises a Fault at the first thing that is wrong. The number of instructions.
+    """Run all programs, one after another; the number of instructions. Raises a Fault at the first thing that is wrong.
 
     `ptx`: the kernel's text with something done to it.
     """
@@ -36,11 +38,18 @@ def launch_compiled(launch: Launch, cost: Cost, ptx: str | None = None) -> int:
             parameters[parameter.name] = _word(value, parameter, memory)
     # Triton's own scratch memory, of which these kernels have none.
     parameters |= {parameter.name: 0 for parameter in left}
-    nx, ny, nz = (*launch.grid, 1, 1)[:3]
+    return run_programs(code, parameters, maps, memory, cost.shared_bytes, launch.grid)
+
+
+def run_programs(
+    code: Code, parameters: Mapping[str, int], maps: Mapping[int, Boxes], memory: GlobalMemory, num_shared_bytes: int, grid: tuple[int, ...]
+) -> int:
+    """All programs of a grid, one after another; the number of instructions."""
+    nx, ny, nz = (*grid, 1, 1)[:3]
     num_steps = 0
     with np.errstate(all="ignore"):
         for z, y, x in np.ndindex(nz, ny, nx):
-            program = Program(code, parameters, maps, memory, cost.shared_bytes, (x, y, z), (nx, ny, nz))
+            program = Program(code, parameters, maps, memory, num_shared_bytes, (x, y, z), (nx, ny, nz))
             try:
                 program.run(INSTRUCTIONS)
             except Fault as fault:

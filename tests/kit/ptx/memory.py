@@ -1,9 +1,9 @@
 """Memory of a compiled kernel: the caller's buffers with their bounds, and shared memory that knows who touched each place last, and who may know of it.
 
-Accesses are ordered by vector clocks. Agents are the warps, the copies' engine (TMA), and each warp's products in flight (wgmma): what a warp has seen of an
-agent is the last of its times that a barrier or a wait has told the warp of. Two accesses of which one writes, by agents that have not seen each other, are a
-Race. An access by the asynchronous proxy to what a thread stored is a Fault unless somebody who has seen the store has fenced it, and whoever starts the access
-has seen that fence.
+Accesses are ordered by vector clocks. Agents are the warps, the copies' engine (TMA), each warp's products in flight (wgmma) and its lanes' copies (cp.async):
+what a warp has seen of an agent is the last of its times that a barrier or a wait has told the warp of. Two accesses of which one writes, by agents that have
+not seen each other, are a Race. An access by the asynchronous proxy (TMA, wgmma) to what a thread stored is a Fault unless somebody who has seen the store has
+fenced it, and whoever starts the access has seen that fence.
 """
 
 import numpy as np
@@ -75,7 +75,7 @@ class SharedMemory:
         self.bytes = np.full(num_bytes, 0xFF, np.uint8)
         self.num_warps = num_warps
         self.copier = num_warps
-        self.num_agents = 2 * num_warps + 1
+        self.num_agents = 3 * num_warps + 1
         self.time = np.ones(self.num_agents, np.int32)  # each agent's own
         self.seen = np.zeros((num_warps, self.num_agents), np.int32)  # what each warp knows of each
         num_cells = -(-num_bytes // CELL_BYTES)
@@ -90,6 +90,10 @@ class SharedMemory:
     def product(self, warp: int) -> int:
         """The agent of a warp's products in flight."""
         return self.num_warps + 1 + warp
+
+    def lanes(self, warp: int) -> int:
+        """The agent of a warp's copies, lane by lane."""
+        return 2 * self.num_warps + 1 + warp
 
     def cells(self, addresses: np.ndarray, num_bytes: int) -> np.ndarray:
         """The cells of accesses of so many bytes each."""
@@ -119,7 +123,7 @@ class SharedMemory:
 
     def fence(self, warp: int) -> None:
         """All stores that a warp has made or seen are ordered before what the asynchronous proxy does after."""
-        stored = (self._writer >= 0) & (self._writer < self.num_warps) & self._known(warp, np.arange(len(self._writer)))
+        stored = self._by_threads(self._writer) & self._known(warp, np.arange(len(self._writer)))
         self._fenced[warp, stored] = self.time[warp]
 
     def on_read(self, warp: int, cells: np.ndarray, line: int, agent: int | None = None, barrier: bool = False) -> None:
@@ -148,7 +152,7 @@ class SharedMemory:
                 f"warp {warp} writes over byte {CELL_BYTES * int(cells[i])} of shared memory, which {self._agent_name(reader)} reads in line "
                 f"{self._read_line[reader, cells[i]]}; nothing orders the two"
             )
-        if agent is not None:
+        if agent == self.copier:
             self._check_fenced(warp, cells, "writes over")
         writer = warp if agent is None else agent
         self._writer[cells] = writer
@@ -172,11 +176,15 @@ class SharedMemory:
             raise Fault(f"an access to byte {CELL_BYTES * int(cells[self.reserved[cells]][0])} of shared memory, which is a barrier's")
 
     def _check_fenced(self, warp: int, cells: np.ndarray, does: str) -> None:
-        stored = cells[(self._writer[cells] >= 0) & (self._writer[cells] < self.num_warps)]
+        stored = cells[self._by_threads(self._writer[cells])]
         fenced = self._fenced[:, stored]
         bare = ~((fenced > 0) & (fenced <= self._times(warp)[: self.num_warps, None])).any(0)
         if bare.any():
             raise Fault(f"the asynchronous proxy {does} {self._last_write(stored[bare][0])} by fence.proxy.async")
+
+    def _by_threads(self, writer: np.ndarray) -> np.ndarray:
+        """Whether not by the asynchronous proxy; copies by lanes are not."""
+        return ((writer >= 0) & (writer < self.num_warps)) | (writer >= self.lanes(0))
 
     def _last_write(self, cell: int) -> str:
         writer = self._agent_name(int(self._writer[cell]))
@@ -185,4 +193,6 @@ class SharedMemory:
     def _agent_name(self, agent: int) -> str:
         if agent < self.num_warps:
             return f"warp {agent}"
-        return "a copy by TMA" if agent == self.copier else f"a product of warp {agent - self.num_warps - 1}"
+        if agent == self.copier:
+            return "a copy by TMA"
+        return f"a product of warp {agent - self.product(0)}" if agent < self.lanes(0) else f"a copy by lanes of warp {agent - self.lanes(0)}"

@@ -123,3 +123,8 @@ def unknown(instruction: Instruction) -> Fault:
 def threads_in(program: Program, mask: np.ndarray | None) -> np.ndarray:
     """Numbers of the threads that an instruction is for."""
     return np.arange(program.code.num_threads) if mask is None else np.flatnonzero(mask)
+
+
+def by_warp(program: Program, threads: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Each warp that has threads among these, and which."""
+    return [(warp, own) for warp in range(program.num_warps) if len(own := threads[program.warp[threads] == warp])]
