@@ -15,8 +15,9 @@ _BULK_ALIGN_BYTES = 16
 
 
 def copy(program: Program, instruction: Instruction, mask: np.ndarray | None) -> None:
-    match instruction.text:
-        case "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes":
+    # Programs come alone, each a cluster by itself.
+    match instruction.text.replace("shared::cluster", "shared"):
+        case "cp.async.bulk.tensor.4d.shared.global.mbarrier::complete_tx::bytes":
             _copy_box(program, instruction, mask)
         case "cp.async.bulk.prefetch.L2.global":
             _prefetch(program, instruction, mask)
@@ -69,10 +70,10 @@ def _copy_by_lanes(program: Program, instruction: Instruction, mask: np.ndarray 
 def barrier(program: Program, instruction: Instruction, mask: np.ndarray | None) -> None:
     registers, operands, threads = program.registers, instruction.operands, threads_in(program, mask)
     match instruction.text:
-        case "mbarrier.init.shared::cta.b64" | "mbarrier.init.shared.b64":
+        case "mbarrier.init.shared.b64":
             for thread in threads:
                 program.barriers.init(int(registers.address(operands[0])[thread]), int(operands[1]), int(program.warp[thread]), instruction.line)
-        case "mbarrier.inval.shared::cta.b64" | "mbarrier.inval.shared.b64":
+        case "mbarrier.inval.shared.b64":
             for thread in threads:
                 program.barriers.invalidate(int(registers.address(operands[0])[thread]), int(program.warp[thread]), instruction.line)
         case "mbarrier.arrive.expect_tx.shared.b64":

@@ -139,7 +139,7 @@ def _meet(program: Program, instruction: Instruction, mask: np.ndarray | None) -
 
 
 def _fence(program: Program, instruction: Instruction, mask: np.ndarray | None) -> None:
-    if instruction.text not in ("fence.proxy.async.shared::cta", "fence.proxy.async"):
+    if instruction.text not in ("fence.proxy.async.shared", "fence.proxy.async"):
         raise unknown(instruction)
     for warp, _ in by_warp(program, threads_in(program, mask)):
         program.shared.fence(warp)

@@ -131,7 +131,9 @@ class _Body:
         operands = split_operands(found["operands"])
         if found["text"].split(".")[0] == "bra":
             operands = (self._label(operands[0]),)
-        self.instructions.append(Instruction(found["text"], operands, found["guard"], bool(found["negated"]), number, self._source))
+        # The same by another name; compilers write either.
+        name = found["text"].replace(".shared::cta", ".shared")
+        self.instructions.append(Instruction(name, operands, found["guard"], bool(found["negated"]), number, self._source))
 
     def _declare(self, text: str) -> None:
         _, kind, names = text.split(maxsplit=2)
