@@ -53,9 +53,11 @@ CONTROLS = {
     "q not fenced": Control("drafts by wgmma", Cut(FENCE, 1), "the asynchronous proxy reads"),
     "P not fenced": Control("drafts by wgmma", Cut(FENCE, -1), "the asynchronous proxy reads"),
     "products not waited for": Control("drafts by wgmma", Cut(r"wgmma\.wait_group.*;"), "wgmma.wait_group is missing"),
+    "P overwritten while it is multiplied": Control("drafts by wgmma", Cut(r"wgmma\.wait_group.*;", -1), "which a product of warp"),
     "registers not ordered": Control("drafts by wgmma", Cut(r"wgmma\.fence.*;"), "no wgmma.fence between"),
     "an output out of bounds": Control("whole tiles", Cut(r"(st\.global\.b16\s*\[[^\]+]*)(\+ *0 *)?\]", new=r"\1+1048576]"), "out of bounds of every"),
     "an input out of bounds": Control("whole tiles", Cut(r"(ld\.global\.\S+\s[^\[]*\[[^\]+]*)(\+ *0 *)?\]", new=r"\1+1048576]"), "out of bounds of every"),
+    "a page that does not exist": Control("whole tiles", Cut(r"(cp\.async\.bulk\.tensor.*), %r\d+\}", new=r"\1, 100000}"), "out of bounds of a tensor"),
     "a tile out of bounds": Control("whole tiles", Cut(r"(ldmatrix[^\[]*\[[^\]+]*)\]", new=r"\1+65536]"), "out of bounds of its"),
     "an arrival too few": Control("whole tiles", Cut(r"(mbarrier\.init.*), 1;", new=r"\1, 2;"), "would hang"),
     "an arrival too many": Control("whole tiles", Cut(r"@\S+ mbarrier\.arrive.*;", new=r"\g<0> \g<0>"), "at which all 1 have arrived"),
@@ -71,6 +73,7 @@ class Verdicts:
     clean: dict[str, Future[Verdict]]
     controls: dict[str, Future[Verdict]]
     each: dict[str, Future[list[Verdict]]]
+    wrong: Future[Verdict]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +84,7 @@ def verdicts() -> Iterator[Verdicts]:
         clean={name: pool.submit(judge, *case) for name, case in CASES.items()},
         controls={name: pool.submit(judge, *CASES[control.case], control.cut) for name, control in CONTROLS.items()},
         each={pattern: pool.submit(judge_all, *CASES["whole tiles"], pattern) for pattern in (MEETING, WAIT)},
+        wrong=pool.submit(judge, *CASES["whole tiles"], Cut(r"ex2\.approx", -1, "lg2.approx")),
     )
     pool.close()
 
@@ -102,3 +106,8 @@ def test_each_that_is_left_out_is_a_race(pattern: str, verdicts: Verdicts) -> No
 def test_what_is_done_to_it_is_seen(name: str, verdicts: Verdicts) -> None:
     verdict = verdicts.controls[name].result()
     assert CONTROLS[name].said in (verdict.fault or ""), verdict
+
+
+def test_a_wrong_answer_is_seen(verdicts: Verdicts) -> None:
+    verdict = verdicts.wrong.result()
+    assert verdict.fault is None and not verdict.clean
