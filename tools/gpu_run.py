@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-PYTEST = ("-m", "pytest", "--gpu", "-m", "gpu", "-q", "-p", "no:cacheprovider")
+PYTEST = ("-m", "pytest", "--gpu", "-q", "-p", "no:cacheprovider")
 ATOLL = ("-m", "atoll")
 REPLAY = (
     "eval replay --chat --num-fewshot 1 --own-shots --limit 440 --segment 440 --max-tokens 16 --concurrency 1 "
@@ -41,7 +41,7 @@ class Job:
 
 
 def tests(name: str, limit_s: float, *arguments: str) -> Job:
-    return Job(name, (*PYTEST, *arguments), limit_s)
+    return Job(name, (*PYTEST, "-m", "gpu", *arguments), limit_s)
 
 
 def atoll(name: str, limit_s: float, line: str, num_last_lines: int) -> Job:
@@ -67,7 +67,7 @@ STAGES: dict[str, tuple[Step, ...]] = {
             tests("offload-engine-tests", 90, "-n", "3", "tests/offload/test_gpu_engine.py"),
         ),
         # These have no mark: pytest collects them in LMCache's environment alone.
-        (Job("lmcache-tests", ("-m", "pytest", "--gpu", "-q", "-p", "no:cacheprovider", *LMCACHE_TESTS), 60),),
+        (Job("lmcache-tests", (*PYTEST, *LMCACHE_TESTS), 60),),
     ),
     "engine": ((tests("engine-tests", 200, "-n", "10", "--dist", "loadfile", "tests/engine"),),),
     "decode": ((atoll("bench-decode", 430, DECODE + " --commit {commit} --out {out}/decode.jsonl", 14),),),

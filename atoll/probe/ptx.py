@@ -15,7 +15,7 @@ from atoll.probe.watch import watch
 _REGISTER_BITS = {"h": 16, "r": 32, "l": 64}
 _DECLARED_BITS = {".pred": 1, ".b16": 16, ".b32": 32}
 _HOLDERS = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-_E4M3FN_AS_FP16 = E4M3FN.astype(np.float16).view(np.uint16)
+E4M3FN_AS_FP16 = E4M3FN.astype(np.float16).view(np.uint16)
 
 # Order among kernels, which one by one they keep anyway.
 _NO_EFFECT = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
@@ -105,7 +105,7 @@ def _write(operand: str, result: np.ndarray, registers: dict[str, np.ndarray], w
 
 def _widen_e4m3_pair(pair: np.ndarray) -> np.ndarray:
     """Each byte as fp16, the lower one in the lower half."""
-    return _E4M3FN_AS_FP16[pair & 0xFF].astype(np.uint32) | _E4M3FN_AS_FP16[pair >> 8].astype(np.uint32) << 16
+    return E4M3FN_AS_FP16[pair & 0xFF].astype(np.uint32) | E4M3FN_AS_FP16[pair >> 8].astype(np.uint32) << 16
 
 
 def _permute_bytes(low: np.ndarray, high: np.ndarray, selector: np.ndarray) -> np.ndarray:

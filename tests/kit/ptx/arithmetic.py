@@ -4,8 +4,9 @@ import re
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
+from atoll.probe.interpreter import to_bf16
+from atoll.probe.ptx import E4M3FN_AS_FP16
 from tests.kit.ptx.matrix import widened
 from tests.kit.ptx.parse import Instruction
 from tests.kit.ptx.program import Program, unknown
@@ -64,8 +65,6 @@ _COMPARISONS: dict[str, Callable[[Values, Values], Values]] = {
     "hi": np.greater,
     "hs": np.greater_equal,
 }
-# The float16 of each byte.
-_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float16).numpy().view(np.uint16)
 
 ARITHMETIC = frozenset(name.split(".")[0] for name in (*_FLOAT, *_INTEGER))
 
@@ -184,7 +183,7 @@ def convert(program: Program, instruction: Instruction, mask: np.ndarray | None)
         high, low = (_narrowed(registers.values(operand, "f32"), to.removesuffix("x2")).astype(np.uint32) for operand in inputs)
         result = low | high << 16
     elif instruction.text == "cvt.rn.f16x2.e4m3x2":
-        low, high = (_E4M3[byte].astype(np.uint32) for byte in registers.read(inputs[0], "b16").view(np.uint8).reshape(-1, 2).T)
+        low, high = (E4M3FN_AS_FP16[byte].astype(np.uint32) for byte in registers.read(inputs[0], "b16").view(np.uint8).reshape(-1, 2).T)
         result = low | high << 16
     elif to in ("f16", "bf16") and source == "f32" and words == {"rn"}:
         result = _narrowed(registers.values(inputs[0], "f32"), to)
@@ -203,9 +202,5 @@ def convert(program: Program, instruction: Instruction, mask: np.ndarray | None)
 
 def _narrowed(values: np.ndarray, kind: str) -> np.ndarray:
     """float32 rounded to the nearest float16 or bfloat16, ties to even; there is one NaN."""
-    if kind == "f16":
-        rounded = values.astype(np.float16).view(np.uint16)
-    else:
-        bits = values.view(np.uint32).astype(np.uint64)
-        rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    rounded = values.astype(np.float16).view(np.uint16) if kind == "f16" else to_bf16(values)
     return np.where(np.isnan(values), np.uint16(0x7FFF), rounded)

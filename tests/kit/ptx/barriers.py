@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.kit.ptx.faults import Fault
-from tests.kit.ptx.memory import SharedMemory
+from tests.kit.ptx.memory import CELL_BYTES, SharedMemory
 
 BARRIER_BYTES = 8
 
@@ -70,7 +70,7 @@ class Barriers:
         barrier, shared = self._reached(address, warp, line, shared_agent=self._shared.copier), self._shared
         if destination.min() < 0 or destination.max() >= len(shared.bytes):
             raise Fault(f"a copy to {destination.min()} to {destination.max()} of shared memory, out of bounds of its {len(shared.bytes)} bytes")
-        shared.on_write(warp, np.unique(destination // 2), line, shared.copier)
+        shared.on_write(warp, np.unique(destination // CELL_BYTES), line, shared.copier)
         shared.bytes[destination] = 0xFF
         barrier.copies.append((destination, data))
         barrier.expected -= len(data)
