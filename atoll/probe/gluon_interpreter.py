@@ -18,6 +18,7 @@ import torch
 import triton.language as tl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import ConstexprFunction
 
 from atoll.ops.attention import gluon_decode_sm90
 from atoll.probe.gluon_language import Namespace, Program, is_plain, stand_ins, tensor_range
@@ -57,7 +58,7 @@ def launch(kernel: GluonJITFunction, grid: Any, args: Sequence[Any], kwargs: dic
     given = {p.name: bound.arguments[p.name] if p.is_constexpr else _argument(bound.arguments[p.name], not p.do_not_specialize) for p in kernel.params}
     sizes = tuple(int(size) for size in (grid(bound.arguments) if callable(grid) else grid))
     sizes += (1,) * (3 - len(sizes))
-    program = Program(sizes)
+    program = Program(sizes, kwargs.get("num_warps", 4))
     function = _Copies(stand_ins(program)).function(kernel)
     # NaN and Inf are the point here, and NumPy would warn of each.
     with np.errstate(all="ignore"):
@@ -109,6 +110,8 @@ class _Copies:
             return self._known[id(value)]
         if isinstance(value, GluonJITFunction):
             return self.function(value)
+        if isinstance(value, ConstexprFunction):
+            return value.fn
         if isinstance(value, tl.constexpr):
             return value.value
         home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)

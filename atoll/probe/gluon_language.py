@@ -13,8 +13,9 @@ import triton.language as tl
 from triton._C.libtriton import interpreter as addressed
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from atoll.probe.gluon_memory import Descriptor, HazardError, SharedMemory, SharedSpace
+from atoll.probe.gluon_memory import Descriptor, HazardError, SharedMemory, SharedSpace, check_lanes
 from atoll.probe.gluon_values import NotInterpretedError, Value, as_value, binary, bits_of, from_bits, hostile_bits, unary, where
 from atoll.probe.ptx import run_ptx
 from atoll.probe.watch import watch
@@ -54,8 +55,9 @@ class PendingProduct(Value):
 class Program:
     """One program at a time: which it is, and its shared memory."""
 
-    def __init__(self, sizes: tuple[int, ...]) -> None:
+    def __init__(self, sizes: tuple[int, ...], num_warps: int = 4) -> None:
         self.sizes = sizes
+        self.num_threads = 32 * num_warps
         self.start((0,) * len(sizes))
 
     def start(self, ids: tuple[int, ...]) -> None:
@@ -92,6 +94,19 @@ class Program:
     def copy_to_shared(self, desc: Descriptor, coord: Sequence[Any], barrier: SharedMemory, result: SharedMemory, pred: Any = True) -> None:
         if pred:
             self.shared.copy(desc, [as_value(at).__index__() for at in coord], barrier, result)
+
+    def copy_lanes_to_shared(self, smem: SharedMemory, pointer: Value, mask: Any = None) -> None:
+        if mask is not None:
+            raise NotInterpretedError("a masked async_copy_global_to_shared is not interpreted: what it leaves in shared memory is unknown")
+        if pointer.dtype.element_ty != smem.dtype or list(pointer.data.shape) != smem.shape:
+            raise TypeError(f"{smem.dtype} {smem.shape} of shared memory are copied from {pointer.dtype} {list(pointer.data.shape)}")
+        check_lanes(pointer)
+        self.shared.copy_lanes(smem, bits_of(_load(pointer)))
+
+    def arrive_after_lane_copies(self, mbarrier: SharedMemory, increment_count: bool = True) -> None:
+        if increment_count:
+            raise NotInterpretedError("async_copy.mbarrier_arrive that counts itself is not interpreted: only increment_count=False is")
+        self.shared.arrive_after_lane_copies(mbarrier, self.num_threads)
 
     def fence_async_shared(self, cluster: bool = False) -> None:
         self.shared.fence()
@@ -146,6 +161,9 @@ def stand_ins(program: Program) -> dict[int, Any]:
         id(gl): Namespace("gl", language),
         id(hopper.mbarrier): Namespace("mbarrier", mbarrier),
         id(hopper.tma): Namespace("tma", {"async_copy_global_to_shared": program.copy_to_shared}),
+        id(async_copy): Namespace(
+            "async_copy", {"async_copy_global_to_shared": program.copy_lanes_to_shared, "mbarrier_arrive": program.arrive_after_lane_copies}
+        ),
         id(hopper.mma_v2): _mma_v2,
         id(hopper.fence_async_shared): program.fence_async_shared,
         id(hopper.warpgroup_mma): program.warpgroup_mma,
@@ -207,6 +225,11 @@ def _lanes(pointer: Value, mask: Any, access: str) -> tuple[np.ndarray, np.ndarr
 def _flat(data: np.ndarray, pointer: Value) -> np.ndarray:
     """One for each address."""
     return (data if data.shape == pointer.data.shape else np.broadcast_to(data, pointer.data.shape)).ravel()
+
+
+def _hint(value: Value, of: Any) -> Value:
+    """What a kernel promises of a value; a copy that relies on it is checked itself."""
+    return value
 
 
 def _arange(start: int, end: int, layout: Any = None) -> Value:
@@ -357,6 +380,8 @@ _LANGUAGE: dict[str, Any] = {name: value for name, value in vars(gl).items() if 
     "where": where,
     "maximum": _maximum,
     "minimum": _minimum,
+    "multiple_of": _hint,
+    "max_contiguous": _hint,
     "cdiv": lambda x, div: (x + div - 1) // div,
     "abs": _abs,
     "exp": functools.partial(unary, np.exp),

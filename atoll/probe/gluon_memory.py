@@ -1,10 +1,10 @@
-"""Shared memory of an interpreted Gluon program, its barriers, its copies by TMA and its products by wgmma, each as late and as hostile as hardware may be.
+"""Shared memory of an interpreted Gluon program, its barriers, its copies and its products by wgmma, each as late and as hostile as hardware may be.
 
-Fresh memory holds NaN. A copy makes its destination NaN when it is issued; its bytes arrive when the barrier's phase is waited for. A product may read its
-operands as late as `warpgroup_mma_wait`. What on a GPU would hang or race is a HazardError: a wait for a phase that cannot come, a byte count that is not what
-was issued, a read of memory that a copy is still to write, a store or a copy into memory that a product in flight reads, a copy into memory that was read since
-all threads last met (`program_barrier`), and copies or products in flight when the program ends. So is a product of, or a copy over, what threads have stored
-without `fence_async_shared` after it and `program_barrier` after that: both go by the asynchronous proxy.
+Fresh memory holds NaN. A copy, by TMA or lane by lane (cp.async), makes its destination NaN when it is issued; its bytes arrive when the barrier's phase is
+waited for. A product may read its operands as late as `warpgroup_mma_wait`. What on a GPU would hang or race is a HazardError: a wait for a phase that cannot
+come, a byte count that is not what was issued, a read of memory that a copy is still to write, a store or a copy into memory that a product in flight reads, a
+copy into memory that was read since all threads last met (`program_barrier`), and copies or products in flight when the program ends. So is a product of, or a
+copy by TMA over, what threads have stored without `fence_async_shared` after it and `program_barrier` after that: both go by the asynchronous proxy.
 
 Not modelled: the proxy fence between `mbarrier.init` and a copy, and races among the threads of a program over what they store themselves (the compiler places
 those barriers) or over what products that were waited for have read (it does not always, between warpgroups: Triton's issue 11047).
@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
+from triton.experimental.gluon import language as gl
 
-from atoll.probe.gluon_values import Value, bits_of, from_bits, hostile_bits
+from atoll.probe.gluon_values import NotInterpretedError, Value, bits_of, from_bits, hostile_bits
 from atoll.probe.watch import watch
 
 DTYPES: dict[torch.dtype, tl.dtype] = {
@@ -76,7 +77,8 @@ class Barrier:
     left: int  # arrivals of this phase still to come
     phase: int = 0  # parity of the phase that runs
     expected: int = 0  # bytes
-    copies: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # destination, bits
+    copies: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # destination, bits: by TMA, whose bytes are expected
+    lane_copies: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     @property
     def issued(self) -> int:
@@ -86,7 +88,7 @@ class Barrier:
         if count > self.left:
             raise HazardError(f"{count} arrivals at a barrier that waits for {self.left} more; its phase was never waited for")
         self.left -= count
-        if not self.left and not self.expected and not self.copies:
+        if not self.left and not self.expected and not self.copies and not self.lane_copies:
             self._next_phase()
 
     def expect(self, num_bytes: int) -> None:
@@ -103,7 +105,7 @@ class Barrier:
             raise HazardError(f"a wait for a phase with {self.left} arrivals missing would hang")
         if self.issued != self.expected:
             raise HazardError(f"a wait for {self.expected} bytes, where {self.issued} were issued, would hang")
-        for destination, bits in self.copies:
+        for destination, bits in self.copies + self.lane_copies:
             destination[...] = bits
         self._next_phase()
 
@@ -112,6 +114,7 @@ class Barrier:
         self.left = self.count
         self.expected = 0
         self.copies = []
+        self.lane_copies = []
 
 
 class SharedSpace:
@@ -119,6 +122,7 @@ class SharedSpace:
 
     def __init__(self) -> None:
         self.barriers: dict[int, Barrier] = {}  # by address
+        self.lane_copies: list[tuple[np.ndarray, np.ndarray]] = []  # that no barrier counts yet
         self.reads: list[np.ndarray] = []  # since all threads last met
         self.products: list[np.ndarray] = []  # what products in flight read
         self.unfenced: list[np.ndarray] = []  # stored since the last fence
@@ -141,15 +145,31 @@ class SharedSpace:
     def copy(self, descriptor: Descriptor, corner: Sequence[int], bar: "SharedMemory", memory: "SharedMemory") -> None:
         if memory.shape != descriptor.block_shape or memory.dtype != descriptor.dtype:
             raise TypeError(f"a box of {descriptor.dtype} {descriptor.block_shape} is copied to {memory.dtype} {memory.shape}")
+        self._check_published(memory.bits, "a copy into")
+        self._begin_copy(memory)
+        self.barrier(bar).copies.append((memory.bits, descriptor.box(corner)))
+
+    def copy_lanes(self, memory: "SharedMemory", bits: np.ndarray) -> None:
+        """Of `bits` as they lie in global memory now, which a kernel does not write."""
+        self._begin_copy(memory)
+        self.lane_copies.append((memory.bits, bits))
+
+    def arrive_after_lane_copies(self, bar: "SharedMemory", num_threads: int) -> None:
+        """Each thread arrives once what it has copied so far is there."""
+        barrier = self.barrier(bar)
+        barrier.lane_copies += self.lane_copies
+        self.lane_copies = []
+        barrier.arrive(num_threads)
+
+    def _begin_copy(self, memory: "SharedMemory") -> None:
         if any(_overlap(memory.bits, read) for read in self.reads):
             raise HazardError("a copy into shared memory that was read since the last program_barrier: other warps may still read it")
         self._check_writable(memory.bits, "a copy into")
-        self._check_published(memory.bits, "a copy into")
         memory.bits[...] = hostile_bits((), memory.dtype)
-        self.barrier(bar).copies.append((memory.bits, descriptor.box(corner)))
 
     def check_settled(self, bits: np.ndarray, access: str) -> None:
-        if any(_overlap(bits, destination) for barrier in self.barriers.values() for destination, _ in barrier.copies):
+        in_flight = [*self.lane_copies, *(copy for barrier in self.barriers.values() for copy in barrier.copies + barrier.lane_copies)]
+        if any(_overlap(bits, destination) for destination, _ in in_flight):
             raise HazardError(f"{access} shared memory that a copy in flight is still to write; its barrier was not waited for")
 
     def store(self, memory: "SharedMemory", value: Value) -> None:
@@ -199,6 +219,8 @@ class SharedSpace:
         for barrier in self.barriers.values():
             if barrier.copies or barrier.expected:
                 raise HazardError(f"the program ends with {barrier.issued} bytes in flight and {barrier.expected} expected")
+        if self.lane_copies or any(barrier.lane_copies for barrier in self.barriers.values()):
+            raise HazardError("the program ends with copies of its lanes in flight, which were never waited for")
 
 
 class SharedMemory:
@@ -254,6 +276,19 @@ class SharedMemory:
 
     def _view(self, bits: np.ndarray) -> "SharedMemory":
         return SharedMemory(self.space, bits, self.dtype, self.layout)
+
+
+def check_lanes(pointer: Value) -> None:
+    """A lane copies its consecutive elements at once, from an address that is a multiple of their size."""
+    layout = pointer.layout
+    if not isinstance(layout, gl.BlockedLayout) or layout.order[0] != layout.rank - 1:
+        raise NotInterpretedError(f"an async_copy of addresses of layout {layout} is not interpreted: what a lane copies is unknown")
+    num, num_bytes = layout.size_per_thread[-1], pointer.dtype.element_ty.primitive_bitwidth // 8
+    lanes = pointer.data.reshape(-1, num)
+    if num * num_bytes not in (4, 8, 16):
+        raise TypeError(f"a lane copies 4, 8 or 16 bytes at once, not {num * num_bytes}")
+    if (lanes[:, 0] % (num * num_bytes)).any() or (np.diff(lanes, axis=1) != num_bytes).any():
+        raise HazardError(f"a lane's copy of {num * num_bytes} bytes does not lie in one piece at a multiple of that")
 
 
 def _overlap(x: np.ndarray, y: np.ndarray) -> bool:

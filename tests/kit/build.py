@@ -107,16 +107,16 @@ def merge_launches(spec: DecodeSpec, target: str) -> list[Launch]:
 
 
 def gluon_launches(spec: DecodeSpec, target: str) -> list[Launch]:
-    """The Hopper backend's kernels, with every tuning that it has: for a middling batch, one that fills the device, a long sequence alone.
+    """The Hopper backend's kernels, with every tuning that it has: for a middling batch, some that fill the device, a long sequence alone.
 
     Without prefetching there is less of them.
     """
-    shapes = ((16, 16384), (64, 4096), (256, 16384), (1, 65536))
+    shapes = ((16, 16384), (64, 1024), (64, 4096), (256, 1024), (256, 16384), (1, 65536))
     found: dict[object, Launch] = {}
     for batch, seq_len in shapes:
-        for launch in _decode_launches(gluon_decode_sm90, "decode_tma_kernel", spec, target, batch, seq_len):
+        for launch in _decode_launches(gluon_decode_sm90, "decode_hopper_kernel", spec, target, batch, seq_len):
             arguments = launch.arguments
-            found.setdefault((launch.kernel, *(arguments.get(name) for name in ("TILE", "STAGES", "NUM_WARPS", "CHUNK"))), launch)
+            found.setdefault((launch.kernel, *(arguments.get(name) for name in ("TILE", "STAGES", "NUM_WARPS", "SPLIT", "CHUNK"))), launch)
     return list(found.values())
 
 

@@ -53,17 +53,27 @@ def load_source(source: str, path: Path) -> ModuleType:
     return module
 
 
+HOMES = {"gluon_sm90": "gluon_decode_sm90.py", "triton": "triton_decode.py", "reference": "reference.py"}
+# Lower ones first.
+HOPPER_FILES = ("gluon_copies_sm90.py", "gluon_kernel_sm90.py", "gluon_balanced_sm90.py", "gluon_decode_sm90.py")
+
+
 def mutated_backend(backend: str, file: str, edits: Iterable[Edit], directory: Path) -> ModuleType:
-    """A copy of a backend's module in which `file` (the backend's own, or one whose functions it imports) is mutated."""
-    mutated = load_source(mutated_source(file, edits), directory / f"mutated_{file}")
-    home = {"gluon_sm90": "gluon_decode_sm90.py", "triton": "triton_decode.py", "reference": "reference.py"}[backend]
-    if file == home:
-        return mutated
-    module = load_source((OPS / home).read_text(), directory / f"copied_{home}")
+    """A copy of a backend's module in which `file` (the backend's own, or one below it) is mutated, and copies of all that use it are between."""
+    copies = {file: load_source(mutated_source(file, edits), directory / f"mutated_{file}")}
+    above = HOPPER_FILES[HOPPER_FILES.index(file) + 1 :] if file in HOPPER_FILES else {HOMES[backend]} - {file}
+    for name in above:
+        copies[name] = load_source((OPS / name).read_text(), directory / f"copied_{name}")
+        for lower in [copy for copy in copies if copy != name]:
+            _use(copies[name], copies[lower], f"atoll.ops.attention.{Path(lower).stem}")
+    return copies[HOMES[backend]]
+
+
+def _use(module: ModuleType, copy: ModuleType, original: str) -> None:
+    """What the module has from the original, it has from its copy instead."""
     for name, value in list(vars(module).items()):
-        if getattr(value, "__module__", None) == f"atoll.ops.attention.{Path(file).stem}":
-            setattr(module, name, getattr(mutated, name))
-    return module
+        if getattr(value, "__module__", None) == original:
+            setattr(module, name, getattr(copy, name))
 
 
 def probe_mutation(

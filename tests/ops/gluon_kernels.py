@@ -85,6 +85,32 @@ def leave_kernel(desc):
 
 
 @gluon.jit
+def copy_lanes_kernel(
+    out_ptr, x_ptr, first, STEP: gl.constexpr, COUNT: gl.constexpr, ARRIVALS: gl.constexpr, WAIT: gl.constexpr, AGAIN: gl.constexpr, MEET: gl.constexpr
+):  # fmt: skip
+    """Rows of x through shared memory to `out`, copied lane by lane, every STEP-th element; with AGAIN once more, after all threads have met if MEET."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    smem = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [ROWS, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=COUNT)
+    program_barrier()
+    o_row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), 1)
+    o_x = o_row * WIDTH + gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout)), 0)
+    async_copy.async_copy_global_to_shared(smem, x_ptr + first + STEP * o_x)
+    for _ in gl.static_range(ARRIVALS):
+        async_copy.mbarrier_arrive(bar, increment_count=False)
+    if WAIT:
+        mbarrier.wait(bar, 0)
+        gl.store(out_ptr + o_x, smem.load(layout))
+    if AGAIN:
+        if MEET:
+            program_barrier()
+        async_copy.async_copy_global_to_shared(smem, x_ptr + first + o_x)
+        async_copy.mbarrier_arrive(bar, increment_count=False)
+        mbarrier.wait(bar, 1)
+
+
+@gluon.jit
 def multiply_kernel(out_ptr, a_ptr, b_ptr):
     """[16, 16] @ [16, 8] + 1."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])

@@ -117,7 +117,13 @@ def test_the_hopper_kernel_builds_without_spills(name: str, builds: Builds, reco
     for cost in costs:
         record_property(cost.kernel, f"{cost.registers} registers, {cost.spill_bytes} bytes spilled, {cost.shared_bytes} bytes shared")
     assert [cost.fault for cost in costs if cost.fault] == []
-    assert {cost.kernel for cost in costs} == ({"decode_balanced_kernel"} if name in ONE_LAUNCH else {"decode_tma_kernel", "combine_kernel"})
+    assert {cost.kernel for cost in costs} == ({"decode_balanced_kernel"} if name in ONE_LAUNCH else {"decode_hopper_kernel", "combine_kernel"})
+
+
+@pytest.mark.parametrize("name", ["gluon fp8_tensor p16 d256 rows 8", "gluon fp8_tensor p64 d256 rows 128"])
+def test_two_programs_find_room_on_an_sm(name: str, builds: Builds) -> None:
+    """As the tuning counts on where each has more than a few tiles; the hardware keeps 1 KiB of each for itself."""
+    assert min(cost.shared_bytes for cost in builds[name, "sm_90"].result() if cost.kernel == "decode_hopper_kernel") <= 228 * 1024 // 2 - 1024
 
 
 @pytest.mark.parametrize("name", ONE_LAUNCH)
@@ -154,8 +160,9 @@ MERGE_SETUP = ["ld.global.b32 seq_lens_ptr", "griddepcontrol.launch_dependents"]
 @pytest.mark.parametrize("name", [*DECODE, *GLUON, *ONE_LAUNCH, "merge"])
 def test_nothing_else_is_read_before_the_kernel_before_has_ended(name: str, builds: Builds) -> None:
     for cost in builds[name, "sm_90"].result():
-        early = MERGE_SETUP if cost.kernel == "combine_kernel" else PREFETCH if "prefetch" in cost.ptx else []
-        assert steps_before_wait(cost) == early
+        # The first tile of a whole sequence is its first, whatever the length.
+        early = [MERGE_SETUP] if cost.kernel == "combine_kernel" else [PREFETCH, PREFETCH[1:]] if "prefetch" in cost.ptx else [[]]
+        assert steps_before_wait(cost) in early
 
 
 WAIT_LATER = (r"(griddepcontrol\.wait;)([\s\S]*?ld\.global[^;]*;)", r"\2\1")

@@ -16,6 +16,8 @@ from tests.kit.workers import WorkerPool, probe_interpreted, rows_changed_by_fla
 FILLS = ("nan", "stale")
 ONE_SPLIT = DecodeConfig(tile=64)
 WIDE_TILE = DecodeConfig(tile=128)
+EIGHT_WARPS = DecodeConfig(tile=128, num_warps=8)
+TWO_WARPS = DecodeConfig(tile=32, num_warps=2)
 TWO_SPLITS = DecodeConfig(tile=64, num_splits=2)
 FIXED_SPLITS = DecodeConfig(tile=64, num_splits=3, tiles_per_split=1)
 ONE_LAUNCH = DecodeConfig(tile=64, num_programs=3)
@@ -42,6 +44,15 @@ CASES: list[tuple[Case, DecodeConfig]] = [
     (Case(spec("fp8_token", 64, 128, 4, num_q_heads=16, soft_cap=30.0), (3, 131)), ONE_SPLIT),
     (Case(spec("fp8_token", 256, 16, 3, window=1), (2, 90)), ONE_SPLIT),
     (Case(spec("fp8_token", 64, 64, num_q_heads=1), (0, 40), max_seq_len=1024), FIXED_SPLITS),
+    # Copies lane by lane of tiles of several pages, by TMA of one page and of two.
+    (Case(spec("fp8_tensor", 256, 16), (0, 63, 300), layout="nhd"), ONE_SPLIT),
+    (Case(spec("bf16", 128, 16, 4, num_q_heads=8, window=70), (5, 300)), ONE_SPLIT),
+    (Case(spec("fp8_token", 64, 16, num_kv_heads=2, num_q_heads=4), (5, 300, 0), layout="hnd"), ONE_LAUNCH),
+    (Case(spec("fp8_token", 128, 64, 4, num_q_heads=8, window=70), (5, 300)), EIGHT_WARPS),
+    # Tilings of large batches.
+    (Case(spec("fp8_tensor", 256, 16, num_q_heads=8), (5, 300)), EIGHT_WARPS),
+    (Case(spec("fp8_token", 256, 64), (0, 33, 150)), TWO_WARPS),
+    (Case(spec("bf16", 256, 16), (1, 95)), TWO_WARPS),
     # More than 16 query rows, which a warpgroup multiplies: 32 and 64, and two blocks of 32.
     (Case(spec("fp8_tensor", 128, 32, 4, num_q_heads=8), (5, 150)), ONE_SPLIT),
     (Case(spec("fp8_token", 128, 16, 4, num_q_heads=16, causal=False, window=70), (66, 200)), ONE_SPLIT),
@@ -106,8 +117,24 @@ def test_batch_invariant_holds(interpreter: WorkerPool) -> None:
     assert interpreter.submit(rows_changed_alone, "gluon_sm90", crowd, FIXED_SPLITS).result() == 0
 
 
+def error_beside_a_scale(value: float) -> float:
+    """Of a query token that does not see the last row, whose scale of V is `value`."""
+    problem = Case(spec("fp8_token", 64, 16, 2), (70,)).make()
+    assert problem.kv.v_scale is not None
+    problem.kv.v_scale[problem.pages[0][69 // 16], :, 69 % 16] = value
+    (out, _), (expected, _) = (answer(backend, problem, config) for backend, config in (("gluon_sm90", ONE_SPLIT), ("reference", None)))
+    return float((out[0, 0] - expected[0, 0]).float().abs().max())
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 0.0])
+def test_the_scale_of_a_row_that_a_token_does_not_see_is_no_matter_to_it(value: float, interpreter: WorkerPool) -> None:
+    assert interpreter.submit(error_beside_a_scale, value).result() < 0.02
+
+
 PAGED = Case(spec("fp8_tensor", 64, 16), (300,))
 WHOLE_TILES = Case(spec("fp8_token", 64, 64), (300,))
+# The page table has hostile entries left of the second one's window.
+BEHIND = Case(spec("fp8_tensor", 64, 16, window=20), (3, 252))
 SCALED = Case(spec("fp8_token", 64, 16), (1, 40))
 # A warpgroup multiplies, a full tile and a masked one.
 GROUPED = Case(spec("fp8_tensor", 128, 64, 4, num_q_heads=8), (70,))
@@ -122,6 +149,7 @@ class Fault:
     edits: tuple[Edit, ...]
     said: str
     status: str = "failed"
+    file: str = "gluon_kernel_sm90.py"
 
 
 STORE_Q = "[M, H], layout, q1)\n"
@@ -132,31 +160,51 @@ UNFENCED = "a product of shared memory that threads stored to, with no fence_asy
 UNMET = "a product of shared memory that threads stored to, with no program_barrier after the fence since"
 READ_V = "_read_values(v_tile, H, FP8, a_layout)\n"
 WAIT_SCORES = "        b_s = warpgroup_mma_wait(0, [b_s])\n"
-WAIT = "mbarrier.wait(v_bars.index(i_slot), phase)"
+WAIT_K = "mbarrier.wait(k_bars.index(i_slot), phase)"
+WAIT = "mbarrier.wait(v_bar, phase)"
+WAIT_V = f"between the copies' start and this.\n        {WAIT}"
+WAIT_V_EARLY = f"are on their way.\n            {WAIT}"
+MEET = Edit(" " * 20 + "program_barrier()", " " * 20 + "pass")
+COPIES = "gluon_copies_sm90.py"
+UNSAFE = "was read since the last program_barrier"
+IN_FLIGHT = "a read of shared memory that a copy in flight is still to write"
 FAULTS = {
-    "no wait": Fault(PAGED, (Edit(WAIT, "pass"),), "a read of shared memory that a copy in flight is still to write"),
-    "a wait for the phase before": Fault(PAGED, (Edit(WAIT, WAIT.replace("phase", "phase ^ 1")),), "a copy in flight is still to write"),
-    "no meeting": Fault(PAGED, (Edit(" " * 20 + "program_barrier()", " " * 20 + "pass"),), "was read since the last program_barrier"),
-    "no meeting of products": Fault(WIDE_GROUPED, (Edit(" " * 20 + "program_barrier()", " " * 20 + "pass"),), "was read since the last program_barrier"),
-    "no wait for K": Fault(WIDE_GROUPED, (Edit(WAIT.replace("v_bars", "k_bars"), "pass"),), "a read of shared memory that a copy in flight"),
-    "no wait for scores": Fault(WIDE_GROUPED, (Edit(READ_V + WAIT_SCORES, READ_V),), "a product in flight is used as a value"),
+    "no wait": Fault(PAGED, (Edit(WAIT_V, WAIT_V.replace(WAIT, "pass")),), IN_FLIGHT),
+    "no wait for a copy by TMA": Fault(WHOLE_TILES, (Edit(WAIT_V, WAIT_V.replace(WAIT, "pass")),), IN_FLIGHT),
+    "a wait for the phase before": Fault(PAGED, (Edit(WAIT_V, WAIT_V.replace("phase", "phase ^ 1")),), IN_FLIGHT),
+    "no meeting": Fault(PAGED, (MEET,), UNSAFE),
+    "no meeting for a copy by TMA": Fault(WHOLE_TILES, (MEET,), UNSAFE),
+    "no meeting of products": Fault(WIDE_GROUPED, (MEET,), UNSAFE),
+    "no wait for K": Fault(WIDE_GROUPED, (Edit(WAIT_K, "pass"),), IN_FLIGHT),
+    "no wait for V that is read early": Fault(GROUPED, (Edit(WAIT_V_EARLY, WAIT_V_EARLY.replace(WAIT, "pass")),), IN_FLIGHT),
+    "no wait for scores": Fault(GROUPED, (Edit(READ_V + WAIT_SCORES, READ_V),), "a product in flight is used as a value"),
     "no wait for values": Fault(GROUPED, (Edit("warpgroup_mma_wait(0, [acc0, acc1])", "acc0, acc1"),), "a product in flight is used as a value"),
     "no fence of q": Fault(GROUPED, (Edit(STORE_Q + FENCE, STORE_Q),), UNFENCED),
     "no barrier of q": Fault(GROUPED, (Edit(FENCE + MEETING, FENCE),), UNMET),
     "no fence of P": Fault(GROUPED, (Edit(STORE_P + FENCE, STORE_P),), UNFENCED),
     "no barrier of P": Fault(GROUPED, (Edit("# All of P is there.\n" + MEETING, "\n"),), UNMET),
-    "a slot still to be read": Fault(PAGED, (Edit("gl.where(i_slot == 0, STAGES - 1, i_slot - 1)", "i_slot"),), "its phase was never waited for"),
-    "twice the bytes": Fault(PAGED, (Edit("block_type.shape[3] * 2", "block_type.shape[3] * 4"),), "would hang"),
-    "a page that is not expected": Fault(PAGED, (Edit("mbarrier.expect(k_bar, BYTES, pred=wanted)", "pass"),), "would hang"),
-    "a page that does not exist": Fault(WHOLE_TILES, (Edit("i_tile * TILE // S,", "i_tile * TILE // S + 1,"),), "copy of a box", "out of range"),
+    "a slot still to be read": Fault(PAGED, (Edit("gl.where(i_slot == 0, STAGES - 1, i_slot - 1)", "i_slot"),), "a copy into shared memory that a copy in"),
+    "twice the bytes": Fault(WHOLE_TILES, (Edit("block_type.shape[3] * 2", "block_type.shape[3] * 4"),), "would hang", file=COPIES),
+    "a page that is not expected": Fault(WHOLE_TILES, (Edit("mbarrier.expect(k_bar, BYTES, pred=wanted)", "pass"),), "would hang", file=COPIES),
+    "lanes that do not arrive": Fault(
+        PAGED, (Edit("async_copy.mbarrier_arrive(v_bar, increment_count=False)", "pass"),), "would hang", file=COPIES
+    ),
+    "lanes that are not counted": Fault(PAGED, (Edit("1 if BULK else 32 * NUM_WARPS", "1"),), "arrivals at a barrier that waits for", file=COPIES),
+    "scales that are not counted": Fault(
+        WHOLE_TILES, (Edit("= V_COUNT + 32 * NUM_WARPS if", "= V_COUNT if"),), "arrivals at a barrier that waits for", file=COPIES
+    ),
+    "rows that lie apart": Fault(PAGED, (Edit("(gl.expand_dims(o_w, 0), 0)", "(gl.expand_dims(2 * o_w, 0), 0)"),), "in one piece", file=COPIES),
+    "a page that does not exist": Fault(
+        WHOLE_TILES, (Edit("i_tile * TILE // S, mask", "i_tile * TILE // S + 1, mask"),), "copy of a box", "out of range", COPIES
+    ),
+    "pages past the last": Fault(PAGED, (Edit("gl.minimum(o_page, (row_hi - 1) // S)", "o_page"),), "load of", "out of range", COPIES),
+    "pages before a window": Fault(BEHIND, (Edit("gl.maximum(o_page, row_lo // S)", "o_page"),), "load of", "out of range", COPIES),
     "scales of a page that does not exist": Fault(
         SCALED,
-        (
-            Edit("m_page = (i_tile < tile_hi) & _owns(o_row // S * S, row_lo, row_hi, S, WINDOW)", "m_page = o_row < row_hi + 2 * S"),
-            Edit("_owns(o_row, row_lo, row_hi, 1, WINDOW)", "(o_row >= 0)", "scales"),
-        ),
+        (Edit("gl.minimum(o_row, row_hi - 1)", "o_row", "scales"),),
         "load of",
         "out of range",
+        COPIES,
     ),
 }  # fmt: skip
 
@@ -164,7 +212,7 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def faults(interpreter: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[CaseReport]]:
     return {
-        name: interpreter.submit(probe_mutation, "gluon_sm90", "gluon_kernel_sm90.py", fault.edits, fault.case, ONE_SPLIT, (), tmp_path_factory.mktemp("fault"))
+        name: interpreter.submit(probe_mutation, "gluon_sm90", fault.file, fault.edits, fault.case, ONE_SPLIT, (), tmp_path_factory.mktemp("fault"))
         for name, fault in FAULTS.items()
     }
 

@@ -182,7 +182,7 @@ def test_taking_out_a_bound_of_the_prefetch_is_seen(name: str, tmp_path: Path) -
 def test_only_dense_rows_are_prefetched_and_only_ahead_of_a_wait(layout: Layout, config: DecodeConfig, dependent: bool, prefetches: bool) -> None:
     problem = Case(spec("fp8_tensor", 16, num_kv_heads=2), (40,), layout=layout).make()
     plan = plan_of(problem, config)
-    with recorded_launches((gluon_decode_sm90, "decode_tma_kernel")) as launches, mock.patch.object(gluon_decode_sm90, "has_dependent_launch") as has:
+    with recorded_launches((gluon_decode_sm90, "decode_hopper_kernel")) as launches, mock.patch.object(gluon_decode_sm90, "has_dependent_launch") as has:
         has.return_value = dependent
         gluon_decode_sm90.decode(problem.q, problem.kv, plan, torch.empty_like(problem.q), torch.empty(problem.q.shape[:3]), None)
     assert [recorded.arguments["PREFETCH"] for recorded in launches] == [prefetches]

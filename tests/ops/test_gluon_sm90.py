@@ -63,9 +63,9 @@ def test_every_tuning_is_one_that_the_kernel_can_run(batch: int, seq_len: int, p
     for batch_invariant, kv_format in itertools.product((False, True), ("fp8_tensor", "bf16")):
         spec = replace(SPEC, page_size=page_size, batch_invariant=batch_invariant, kv_format=kv_format)  # type: ignore[arg-type]
         cfg = gluon_decode_sm90.config(spec, BatchShape(batch, seq_len, 132))
-        # Two edge tiles may be left when no copy is started any more; pages of a tile are 1, 2 or 4.
+        # Two edge tiles may be left when no copy is started any more; pages of a tile are 1, 2, 4 or 8.
         assert cfg.num_stages >= 3
-        assert max(1, cfg.tile // page_size) in (1, 2, 4)
+        assert max(1, cfg.tile // page_size) in (1, 2, 4, 8)
         assert cfg.num_splits >= 1
         assert (cfg.tiles_per_split > 0) == batch_invariant
         assert cfg.num_stages * cfg.tile * spec.head_dim * (2 if kv_format == "fp8_tensor" else 4) < 227 * 1024
@@ -122,6 +122,14 @@ def test_rows_on_odd_bytes_go_to_the_triton_kernel_with_the_splits_as_planned() 
 def test_rows_on_odd_bytes_are_refused_where_the_backend_was_asked_for_by_name() -> None:
     with pytest.raises(BackendError, match=r"k pages of strides .* do not lie on multiples of 16 bytes; align its rows and pages, or make the plan with"):
         launch("odd", by_name=True)
+
+
+def test_rows_too_far_apart_are_refused() -> None:
+    kv = problem_of("hnd").kv
+    far = torch.empty_strided((1, 1, 16, 256), (256, 256, 1 << 27, 1), dtype=kv.k.dtype, device="meta")
+    assert gluon_decode_sm90.cache_refusal(replace(kv, k=far)) == (
+        "the rows of a page in k pages of strides (256, 256, 134217728, 1) lie over more than 2147483647 elements"
+    )
 
 
 @pytest.mark.parametrize(
@@ -266,6 +274,25 @@ def test_one_launch_takes_small_and_large_batches(num_sequences: int) -> None:
     """A thread holds one length of a batch of 32, and several of a larger one."""
     case = Case(SPEC, tuple((37 * i) % 200 for i in range(1, num_sequences + 1)))
     config = replace(gluon_decode_sm90.config(SPEC, BatchShape(num_sequences, 200, 132)), num_splits=1, num_programs=132)
+    assert probe_case(BackendAdapter("gluon_sm90", config), case, device="cuda").status == ("clean" if is_hopper() else "refused")
+
+
+# Tilings of large batches: of q in registers and by a warpgroup, copies by TMA and lane by lane.
+TILINGS = {
+    "two warps, fp8_tensor": (replace(SPEC, page_size=64), DecodeConfig(32, 1, 0, 2, 3)),
+    "two warps, fp8_token, small pages": (replace(SPEC, kv_format="fp8_token"), DecodeConfig(32, 1, 0, 2, 3)),
+    "two warps, bf16": (replace(SPEC, kv_format="bf16"), DecodeConfig(32, 1, 0, 2, 3)),
+    "eight warps, small pages": (SPEC, DecodeConfig(128, 1, 0, 8, 3)),
+    "eight warps, fp8_token drafts": (replace(SPEC, page_size=64, kv_format="fp8_token", query_len=4), DecodeConfig(128, 1, 0, 8, 3)),
+    "eight warps, fp8_token drafts, small pages": (replace(SPEC, kv_format="fp8_token", query_len=4), DecodeConfig(128, 1, 0, 8, 3)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TILINGS)
+def test_tilings_of_large_batches_are_clean(name: str) -> None:
+    spec, config = TILINGS[name]
+    case = Case(spec, (0, 4, 31, 32, 63, 64, 300, 1000))
     assert probe_case(BackendAdapter("gluon_sm90", config), case, device="cuda").status == ("clean" if is_hopper() else "refused")
 
 

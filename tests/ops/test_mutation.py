@@ -15,7 +15,7 @@ from tests.kit.hopper import is_hopper
 from tests.kit.mutation import OPS, Edit, mutated_source, probe_mutation, tags
 from tests.kit.workers import WorkerPool
 
-TAGGED_FILES = ("triton_decode.py", "combine.py", "gluon_kernel_sm90.py", "gluon_balanced_sm90.py")
+TAGGED_FILES = ("triton_decode.py", "combine.py", "gluon_copies_sm90.py", "gluon_kernel_sm90.py", "gluon_balanced_sm90.py")
 
 ONE_SPLIT = DecodeConfig(tile=32, num_splits=1)
 THREE_SPLITS = DecodeConfig(tile=16, num_splits=3)
@@ -76,7 +76,11 @@ TRITON = [
 
 
 def gluon(tag: str, old: str, new: str, case: Case, finds: str = "leak", **rest: object) -> Mutation:
-    return tagged(tag, old, new, case, finds, file="gluon_kernel_sm90.py", **({"config": DecodeConfig()} | rest))  # type: ignore[arg-type]
+    return tagged(tag, old, new, case, finds, **({"file": "gluon_kernel_sm90.py", "config": DecodeConfig()} | rest))  # type: ignore[arg-type]
+
+
+def copied(tag: str, old: str, new: str, case: Case, **rest: object) -> Mutation:
+    return gluon(tag, old, new, case, file="gluon_copies_sm90.py", fill="max", **rest)
 
 
 def hopper_spec(kv_format: str = "fp8_tensor", **options: object) -> DecodeSpec:
@@ -98,6 +102,7 @@ GLUON = [
     gluon("scores", 'float("-inf")', "-1.0e30", Case(hopper_spec(query_len=3), (1, 2, 17)), "wrong", why="finite sentinel"),
     gluon("values", "_keep(m_v, v0)", "v0", HOPPER_PLAIN),
     gluon("values", "_keep(m_v, v0)", "v0", HOPPER_DRAFTS, why="of drafts"),
+    gluon("values", "_keep(m_v, v0)", "v0", Case(hopper_spec(page_size=64), (1, 17, 40, 150)), why="copied by TMA"),
     gluon("wide values", "_keep(m_v, v0)", "v0", HOPPER_WIDE, why="first half"),
     gluon("wide values", "_keep(m_v, v1)", "v1", HOPPER_WIDE, why="second half"),
     gluon("drafts", "i_row <= o_position if CAUSAL else o_position == o_position", "o_position == o_position", HOPPER_DRAFTS, "control"),
@@ -110,7 +115,15 @@ GLUON = [
     gluon("seen values", "nan_seen | found", "nan_seen | (found & (row_hi < 0))", HOPPER_WIDE_GROUPED, "control", why="of a warpgroup"),
     gluon("left edge", "(common_lo + TILE - 1) // TILE", "common_lo // TILE", Case(hopper_spec(window=100), (1, 150, 200))),
     gluon("right edge", "common_hi // TILE", "(common_hi + TILE - 1) // TILE", HOPPER_PLAIN),
-    gluon("scales", "_owns(o_row, row_lo, row_hi, 1, WINDOW)", "(o_row >= 0)", Case(hopper_spec("fp8_token"), (1, 17, 40)), fill="max"),
+    # To the end and the beginning of a page that holds an owned row.
+    copied("scales", "row_hi - 1", "(row_hi - 1) // 16 * 16 + 15", Case(hopper_spec("fp8_token"), (1, 17, 40))),
+    copied(
+        "scales left of a window", "gl.maximum(o_row, row_lo)", "gl.maximum(o_row, row_lo // 16 * 16)", Case(hopper_spec("fp8_token", window=8), (40, 60, 61))
+    ),
+    copied(
+        *("scales", "row_hi - 1", "(row_hi - 1) // 16 * 16 + 15", Case(spec("fp8_token", num_q_heads=8, head_dim=128, query_len=3), (3, 17, 40))),
+        why="of a warpgroup",
+    ),
     gluon("seen scales", "gl.where(m_seen, b_p, 0.0)", "b_p", Case(hopper_spec("fp8_token", query_len=3), (3, 17, 50)), "control"),
     tagged(
         *("parts", "i_first + j * stride <= last", "i_first >= first", Case(hopper_spec(), (17, 300))),

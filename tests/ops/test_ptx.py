@@ -84,6 +84,7 @@ NUMBERS: dict[str, Callable[[int, int], int]] = {
     "rem.s32 %r4, %r2, -7;": lambda a, b: int(math.fmod(signed(a), -7)),
     "min.s32 %r4, %r2, %r3;": lambda a, b: min(signed(a), signed(b)),
     "max.u32 %r4, %r2, %r3;": max,
+    "min.relu.s32 %r4, %r2, %r3;": lambda a, b: max(min(signed(a), signed(b)), 0),
     "shl.b32 %r4, %r2, 33;": lambda a, b: 0,
     "shl.b32 %r4, %r2, 31;": lambda a, b: a << 31,
     "shr.u32 %r4, %r2, 32;": lambda a, b: 0,

@@ -12,18 +12,16 @@ NVIDIA's CUDA samples.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from atoll.ops.attention.gluon_copies_sm90 import _first_copies, _head, _make_ring, lane_layout, program_barrier
 from atoll.ops.attention.gluon_kernel_sm90 import (
     _attend_tiles,
     _close,
     _dependent_launch,
-    _first_copies,
     _load_query,
-    _make_ring,
     _owned_tiles,
     _partly_seen_values,
     _value_scale,
     _write_output,
-    program_barrier,
 )
 
 # Parts of a sequence that are read at a time while they are added up, and parts of a group.
@@ -127,10 +125,12 @@ def decode_balanced_kernel(
     query_len,
     batch,
     num_kv_heads,
-    v_ptr,  # what v_desc describes, as int32 words, which the strides count
+    k_ptr,  # what k_desc and v_desc describe, as int32 words, which the strides count
+    v_ptr,
+    stride_k_p,
+    stride_k_h,
     stride_v_p,
     stride_v_h,
-    stride_v_s,
     stride_q_b,
     stride_q_t,
     stride_q_h,
@@ -154,8 +154,11 @@ def decode_balanced_kernel(
     D: gl.constexpr,
     TILE: gl.constexpr,
     S: gl.constexpr,
+    K_ROW: gl.constexpr,
+    V_ROW: gl.constexpr,
     FP8: gl.constexpr,
     PER_TOKEN: gl.constexpr,
+    SCALES: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFT_CAP: gl.constexpr,
@@ -165,9 +168,10 @@ def decode_balanced_kernel(
     STAGES: gl.constexpr,
     NUM_WARPS: gl.constexpr,
     WGMMA: gl.constexpr,
+    BULK: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    # As in decode_tma_kernel: no copy is started for the last two tiles.
+    # As in decode_hopper_kernel: no copy is started for the last two tiles.
     gl.static_assert(STAGES >= 3)
     H: gl.constexpr = D // 2
     W: gl.constexpr = H if FP8 else D
@@ -175,8 +179,9 @@ def decode_balanced_kernel(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3 if WGMMA else 2, 0], [NUM_WARPS, 1], [16, M, 16] if WGMMA else [16, 8])
     # Each warp holds all sequences, so that no sum over them crosses warps.
     batch_layout: gl.constexpr = gl.BlockedLayout([BATCH // 32], [32], [NUM_WARPS], [0])
+    lanes: gl.constexpr = lane_layout(TILE, S, W, NUM_WARPS)
     i_p = gl.program_id(0)
-    k_smem, v_smem, k_bars, v_bars = _make_ring(k_desc, v_desc, TILE, W, STAGES)
+    ring = _make_ring(k_desc, v_desc, TILE, W, SCALES, STAGES, NUM_WARPS, BULK)
     if PDL:
         i_p = _dependent_launch(i_p)
 
@@ -206,9 +211,12 @@ def decode_balanced_kernel(
         table_ptr = page_table_ptr + i_b.to(gl.int64) * stride_table_b
         tile_lo = first_tile + here - pair_lo
         tile_hi = gl.minimum(first_tile + end - pair_lo, last_tile)
+        first_head = _head(
+            k_desc, v_desc, i_pair % num_heads // ROW_BLOCKS, k_ptr, v_ptr, stride_k_p, stride_k_h, stride_v_p, stride_v_h, k_scale_ptr, v_scale_ptr,
+            stride_ks_p, stride_ks_h, stride_ks_s, stride_vs_p, stride_vs_h, stride_vs_s, PER_TOKEN,
+        )  # fmt: skip
         _first_copies(
-            k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, table_ptr, tile_lo, tile_hi, row_lo, row_hi, i_pair % num_heads // ROW_BLOCKS,
-            TILE, S, WINDOW, STAGES,
+            ring, first_head, i_slot, table_ptr, 0, tile_lo, tile_hi, row_lo, row_hi, TILE, S, K_ROW, V_ROW, SCALES, WINDOW, STAGES, BULK, False, lanes
         )  # fmt: skip
         while here < end:
             i_b = i_pair // num_heads
@@ -220,9 +228,13 @@ def decode_balanced_kernel(
             tile_lo = first_tile + here - pair_lo
             tile_hi = gl.minimum(first_tile + stop - pair_lo, last_tile)
             table_ptr = page_table_ptr + i_b.to(gl.int64) * stride_table_b
-            head_ptr = v_ptr + i_h.to(gl.int64) * stride_v_h
+            head = _head(
+                k_desc, v_desc, i_h, k_ptr, v_ptr, stride_k_p, stride_k_h, stride_v_p, stride_v_h, k_scale_ptr, v_scale_ptr,
+                stride_ks_p, stride_ks_h, stride_ks_s, stride_vs_p, stride_vs_h, stride_vs_s, PER_TOKEN,
+            )  # fmt: skip
+            _, _, _, _, v_words, _, _ = head
             right, left = _partly_seen_values(
-                head_ptr, stride_v_p, stride_v_s, table_ptr, tile_lo, tile_hi, row_lo, row_hi, query_len, window, TILE, S, W, CAUSAL, WINDOW, PARTLY, MASK_KV,
+                v_words, table_ptr, tile_lo, tile_hi, row_lo, row_hi, query_len, window, TILE, S, W, V_ROW, CAUSAL, WINDOW, PARTLY, MASK_KV,
                 NUM_WARPS,
             )  # fmt: skip
             q0, q1, q_scale = _load_query(
@@ -231,12 +243,9 @@ def decode_balanced_kernel(
             if FP8 and not PER_TOKEN:
                 q_scale = q_scale * gl.load(k_scale_ptr)
             acc0, acc1, p_sum, b_max, v_unit, i_slot, phase = _attend_tiles(
-                k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, phase, right, left, table_ptr,
-                k_scale_ptr + i_h.to(gl.int64) * stride_ks_h if PER_TOKEN else k_scale_ptr,
-                v_scale_ptr + i_h.to(gl.int64) * stride_vs_h if PER_TOKEN else v_scale_ptr,
-                q0, q1, q_scale, soft_cap, head_ptr, stride_v_p, stride_v_s, i_h, first_m, tile_lo, tile_hi, row_lo, row_hi,
-                window, query_len, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
-                GROUP, M, H, W, TILE, S, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, PARTLY > 0, MASK_KV, STAGES, NUM_WARPS, WGMMA, mma,
+                ring, head, i_slot, phase, right, left, table_ptr, q0, q1, q_scale, soft_cap, first_m, tile_lo, tile_hi, row_lo, row_hi, window, query_len,
+                GROUP, M, H, W, TILE, S, K_ROW, V_ROW, FP8, PER_TOKEN, SCALES, CAUSAL, WINDOW, SOFT_CAP, PARTLY > 0, MASK_KV, STAGES, NUM_WARPS, WGMMA, BULK,
+                mma,
             )  # fmt: skip
 
             # The next pair begins where this segment stops, unless the stretch ends there.
@@ -246,9 +255,13 @@ def decode_balanced_kernel(
             next_lo, next_first, next_last = _owned_tiles(next_hi, query_len, window, TILE, WINDOW)
             # Every warp is past its reads of the last tiles: their places can be filled.
             program_barrier()
+            next_head = _head(
+                k_desc, v_desc, i_next % num_heads // ROW_BLOCKS, k_ptr, v_ptr, stride_k_p, stride_k_h, stride_v_p, stride_v_h, k_scale_ptr, v_scale_ptr,
+                stride_ks_p, stride_ks_h, stride_ks_s, stride_vs_p, stride_vs_h, stride_vs_s, PER_TOKEN,
+            )  # fmt: skip
             _first_copies(
-                k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, page_table_ptr + next_b.to(gl.int64) * stride_table_b, next_first,
-                gl.minimum(next_first + end - stop, next_last), next_lo, next_hi, i_next % num_heads // ROW_BLOCKS, TILE, S, WINDOW, STAGES,
+                ring, next_head, i_slot, page_table_ptr + next_b.to(gl.int64) * stride_table_b, 0, next_first, gl.minimum(next_first + end - stop, next_last),
+                next_lo, next_hi, TILE, S, K_ROW, V_ROW, SCALES, WINDOW, STAGES, BULK, False, lanes,
             )  # fmt: skip
 
             v_scale = _value_scale(v_scale_ptr, v_unit, FP8, PER_TOKEN)

@@ -20,7 +20,7 @@ from atoll.ops.attention import triton_decode
 from atoll.ops.attention.combine import combine, has_dependent_launch, launch_options
 from atoll.ops.attention.costs import kv_row_bytes
 from atoll.ops.attention.gluon_balanced_sm90 import decode_balanced_kernel
-from atoll.ops.attention.gluon_kernel_sm90 import decode_tma_kernel
+from atoll.ops.attention.gluon_kernel_sm90 import decode_hopper_kernel
 from atoll.ops.attention.plan import BatchShape, DecodeConfig, DecodePlan, make_workspace, num_sms
 from atoll.ops.attention.spec import DecodeSpec, PagedKV
 from atoll.ops.quant.formats import is_fp8, storage_dtype
@@ -39,9 +39,12 @@ MAX_QUERY_VALUES = 32 * 256
 MAX_REGISTER_ROWS = 16
 MIN_WGMMA_HEAD_DIM = 128
 MAX_NARROW_ROWS = 32
+# TMA copies a tile of so many pages at most: it takes 5 to 10 % less time than the lanes where a tile is one page, and for each page all warps meet.
+MAX_BULK_PAGES = 2
 # Lengths that a program of the balanced kernel holds in registers.
 MAX_BALANCED_BATCH = 1024
 _TMA_ALIGN_BYTES = 16
+_MAX_PAGE_ELEMENTS = 2**31 - 1  # a lane counts them in 32 bits
 _L2_BYTES = 50 << 20
 
 
@@ -81,13 +84,12 @@ def config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
     # 1 x 65536 of bf16 in 35.6 us, 36.4 without; where L2 held the rows already 0.2 us more (16 x 1024 of fp8 7.9 us, 7.8 without).
     num_rows = min(shape.max_seq_len, spec.window + spec.query_len) if spec.window is not None else shape.max_seq_len
     prefetch = shape.batch * num_rows * kv_row_bytes(spec) > _L2_BYTES
-    tuned = _tiles_and_splits(spec, shape)
-    # Left to itself the compiler takes 128 registers a thread where a tile has several pages, and spills one of them (Triton 3.7).
-    several = spec.page_size < tuned.tile and tuned.num_warps == 4 and block_rows(spec) == 8
-    return replace(tuned, prefetch=prefetch, max_registers=168 if several else None)
+    return replace(_tiles_and_splits(spec, shape), prefetch=prefetch)
 
 
 def _tiles_and_splits(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
+    if _prefers_half_tiles(spec, shape):
+        return DecodeConfig(32, 1, 0, 2, 3)
     if spec.head_dim * (1 if is_fp8(spec.kv_format) else 2) > 256:
         return _wide_config(spec, shape)
     if spec.batch_invariant:
@@ -98,22 +100,37 @@ def _tiles_and_splits(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
     # each has few tiles: 1 x 65536 in 22.6 us for one, 25.0 for two; 4 x 4096 8.1, 9.1; 16 x 1024 8.4, 8.7. More than 3 stages bring nothing there (22.7,
     # 9.4, 9.6).
     tiles_per_sm = programs * triton_decode.max_tiles(spec, shape, 64) / shape.num_sms
-    if 0.9 * shape.num_sms <= programs <= shape.num_sms and spec.page_size >= 32 and _shares_long_tiles(spec, tiles_per_sm):
-        # One program an SM takes a whole sequence, and nothing is merged: 64 x 4096 in 66.2 and 66.9 us, 68.7 and 69.0 for two of tile 64.
+    if 0.9 * shape.num_sms <= programs <= shape.num_sms and _shares_long_tiles(spec, tiles_per_sm):
+        # One program an SM takes a whole sequence, and nothing is merged.
         return DecodeConfig(128, 1, 0, 8, 3)
-    if spec.head_dim == 64 and is_fp8(spec.kv_format) and tiles_per_sm > 16:
-        # 32 rows of V's pairs are those of two warps: 64 x 4096 with 8 KV heads in 65.2 us, 74.3 with four warps of which two compute the same twice.
+    if spec.head_dim == 64 and is_fp8(spec.kv_format) and block_rows(spec) <= MAX_REGISTER_ROWS and tiles_per_sm > 16:
+        # 32 rows of V's pairs are those of two warps: 64 x 4096 with 8 KV heads in 65.2 us, 74.3 with four warps of which two compute the same twice. Of more
+        # query rows two warps spill.
         return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, 4 * shape.num_sms), 0, 2, 3)
     slots = (2 if tiles_per_sm > 16 else 1) * shape.num_sms // row_blocks(spec)
     return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, slots), 0, 4, 3)
 
 
+def _prefers_half_tiles(spec: DecodeSpec, shape: BatchShape) -> bool:
+    """Whether programs of two warps are quicker, each on half a tile, which take half the shared memory: programs of the next call find room beside them."""
+    if spec.batch_invariant or spec.head_dim != 256 or block_rows(spec) != 8:
+        return False
+    programs = shape.batch * spec.num_kv_heads
+    num_tiles = triton_decode.max_tiles(spec, shape, 64)
+    if is_fp8(spec.kv_format):
+        # 256 x 1024 in 60.0 us, 61.5; 256 x 4096 in 237.1 and 236.4.
+        return programs > 2 * shape.num_sms and num_tiles <= 16
+    # 64 x 4096 in 118.3 us, 119.3; 256 x 1024 111.2, 114.4; but with 4 KV heads fewer or splits 0.3 to 20 % more.
+    return 0.9 * shape.num_sms <= programs and (programs <= shape.num_sms or num_tiles <= 64)
+
+
 def _shares_long_tiles(spec: DecodeSpec, tiles_per_sm: float) -> bool:
     """Whether eight warps on tiles of 128 are as quick as two programs of four on tiles of 64."""
     if uses_wgmma(spec):
-        # Four drafts 64 x 1024 in 24.1 us, 25.0 for two programs; 64 x 4096 74.4, 77.4, but with a scale per token 87.5, 80.1; 64 x 16384 302, 262.
-        return spec.head_dim == 256 and tiles_per_sm <= (64 if spec.kv_format == "fp8_tensor" else 16)
-    return block_rows(spec) == 8
+        # Four drafts 64 x 1024 in 24.1 us, 24.7 for two programs; 64 x 4096 74.9, 76.3, but with a scale per token 85.7, 78.9; 64 x 16384 301, 260.
+        return spec.head_dim == 256 and tiles_per_sm <= (64 if spec.kv_format == "fp8_tensor" and spec.page_size >= 32 else 16)
+    # Page 16: 64 x 4096 in 65.8 us, 66.8; 64 x 16384 247, 244.
+    return block_rows(spec) == 8 and (spec.page_size >= 32 or tiles_per_sm <= 64)
 
 
 def _wide_config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
@@ -124,14 +141,14 @@ def _wide_config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
 
 
 def candidates(spec: DecodeSpec, shape: BatchShape) -> list[DecodeConfig]:
-    """Tunings that may beat `config`'s at a batch shape, for `bench decode --tune`: prefetching or not, other splits, one balanced launch, and these
-    also in small tiles.
+    """Tunings that may beat `config`'s at a batch shape, for `bench decode --tune`: prefetching or not, other splits, one balanced launch, and the last
+    two also in smaller and larger tiles.
     """
     base = config(spec, shape)
     # Half a tile starts sooner, and two warps of one are half as long at their meetings.
     small = [replace(base, tile=32, num_warps=2, num_stages=4)] if block_rows(spec) == 8 and not spec.batch_invariant else []
-    # Two warpgroups share a tile twice as long, if half of the head dimension fills both.
-    wide = [replace(base, tile=128, num_warps=8)] if uses_wgmma(spec) and is_fp8(spec.kv_format) and spec.head_dim == 256 and base.tile == 64 else []
+    # Eight warps share a tile twice as long, if half of the head dimension fills them.
+    wide = [replace(base, tile=128, num_warps=8)] if is_fp8(spec.kv_format) and spec.head_dim == 256 and base.tile == 64 else []
     found = [replace(base, prefetch=not base.prefetch)]
     for usual in (base, *small, *wide):
         tiles = max(1, shape.batch * spec.num_kv_heads * row_blocks(spec)) * triton_decode.max_tiles(spec, shape, usual.tile)
@@ -159,6 +176,11 @@ def uses_wgmma(spec: DecodeSpec) -> bool:
     return spec.query_len * spec.group_size > MAX_REGISTER_ROWS and spec.head_dim >= MIN_WGMMA_HEAD_DIM
 
 
+def _is_short_of_memory(spec: DecodeSpec, cfg: DecodeConfig) -> bool:
+    """Whether scales of tokens in shared memory would keep a second program off a multiprocessor (with four drafts 256 x 16384 in 1401 us, 1221 without)."""
+    return uses_wgmma(spec) and spec.head_dim == 256 and cfg.tile == 64
+
+
 def block_rows(spec: DecodeSpec) -> int:
     """Query rows of a program: those of a KV head, padded to the columns of a multiply, up to the most that do not spill."""
     most = min(MAX_ROWS, MAX_QUERY_VALUES // spec.head_dim) if uses_wgmma(spec) else MAX_NARROW_ROWS
@@ -175,6 +197,8 @@ def cache_refusal(kv: PagedKV) -> str | None:
     for name, pages in (("k", kv.k), ("v", kv.v)):
         if pages.data_ptr() % _TMA_ALIGN_BYTES or any(stride * pages.element_size() % _TMA_ALIGN_BYTES for stride in pages.stride()[:-1]):
             return f"{name} pages of strides {pages.stride()} do not lie on multiples of {_TMA_ALIGN_BYTES} bytes"
+        if pages.shape[2] * pages.stride(2) > _MAX_PAGE_ELEMENTS:
+            return f"the rows of a page in {name} pages of strides {pages.stride()} lie over more than {_MAX_PAGE_ELEMENTS} elements"
         if prod(pages.shape) == 0:
             return f"{name} pages of shape {tuple(pages.shape)} are empty"
     return None
@@ -219,8 +243,11 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         "D": spec.head_dim,
         "TILE": cfg.tile,
         "S": spec.page_size,
+        "K_ROW": 2 * cache.k.stride(2),
+        "V_ROW": 2 * cache.v.stride(2),
         "FP8": is_fp8(spec.kv_format),
         "PER_TOKEN": per_token,
+        "SCALES": per_token and not _is_short_of_memory(spec, cfg),
         "CAUSAL": spec.causal,
         "WINDOW": spec.window is not None,
         "SOFT_CAP": spec.soft_cap is not None,
@@ -230,19 +257,20 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         "STAGES": cfg.num_stages,
         "NUM_WARPS": cfg.num_warps,
         "WGMMA": uses_wgmma(spec),
+        "BULK": cfg.tile <= MAX_BULK_PAGES * spec.page_size,
         "PDL": has_dependent_launch(q.device),
         "num_warps": cfg.num_warps,
         **launch_options(q.device, cfg.max_registers),
     }
     if cfg.num_programs:
         decode_balanced_kernel[(cfg.num_programs,)](
-            out, lse, plan.partial_o, plan.partial_lse, plan.arrivals, *inputs, plan.batch, spec.num_kv_heads, cache.v, *cache.v_strides, *strides,
-            BATCH=max(32, triton.next_power_of_2(plan.batch)), **variant,
+            out, lse, plan.partial_o, plan.partial_lse, plan.arrivals, *inputs, plan.batch, spec.num_kv_heads,
+            cache.k, cache.v, *cache.k_strides, *cache.v_strides, *strides, BATCH=max(32, triton.next_power_of_2(plan.batch)), **variant,
         )  # fmt: skip
         return
     split = cfg.num_splits > 1
     grid = (spec.num_kv_heads * row_blocks(spec), plan.batch, cfg.num_splits)
-    decode_tma_kernel[grid](
+    decode_hopper_kernel[grid](
         out, lse, plan.partial_o, plan.partial_lse, *inputs, cfg.num_splits, cfg.tiles_per_split,
         cache.k, cache.v, kv.num_pages, plan.page_table.shape[1], *cache.k_strides, *cache.v_strides, *strides,
         SPLIT=split, PREFETCH=cfg.prefetch and cache.dense and variant["PDL"], **variant,
@@ -270,7 +298,7 @@ class _CacheWords(NamedTuple):
     k: torch.Tensor  # [P, HKV, S, words of a row]
     v: torch.Tensor
     k_strides: tuple[int, ...]  # of a page and a head
-    v_strides: tuple[int, ...]  # of a page, a head and a row
+    v_strides: tuple[int, ...]
     dense: bool  # the rows of a page and head lie one after another
 
 
@@ -279,7 +307,7 @@ def _cache_words(kv: PagedKV) -> _CacheWords:
     if "gluon_sm90 words" not in kv.prepared:
         k, v = kv.k.view(torch.int32), kv.v.view(torch.int32)
         dense = all(pages.stride(2) == pages.shape[3] for pages in (k, v))
-        kv.prepared["gluon_sm90 words"] = _CacheWords(k, v, k.stride()[:2], v.stride()[:3], dense)
+        kv.prepared["gluon_sm90 words"] = _CacheWords(k, v, k.stride()[:2], v.stride()[:2], dense)
     return kv.prepared["gluon_sm90 words"]
 
 

@@ -1,4 +1,4 @@
-"""The Gluon kernel of decode attention for Hopper: TMA into swizzled shared memory, K and V tiles as the 16-row operand of the multiply.
+"""The Gluon kernel of decode attention for Hopper: K and V tiles from swizzled shared memory as the 16-row operand of the multiply.
 
 One program takes one sequence, one KV head and one split, for all query rows of that head (padded to 8 at least) or a block of them. fp8 rows are copied and
 read as 16-bit pairs: a K fragment then holds neighbouring d of one token, so that q, permuted alike, is all that its conversion needs; a V fragment, read
@@ -12,13 +12,22 @@ Lines that end in `# owned: name` are the promise; tests/ops/test_mutation.py ta
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from atoll.ops.attention.gluon_copies_sm90 import (
+    _copy_tile,
+    _first_copies,
+    _head,
+    _load_scales,
+    _make_ring,
+    _pages_of_rows,
+    _pages_of_tile,
+    lane_layout,
+    program_barrier,
+)
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-
-# Of all threads of a program. Triton 3.7 gave it another name.
-program_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
@@ -60,97 +69,6 @@ def _keep(mask, x):
     """x of 16 bits where `mask`, else 0: two by one instruction."""
     ones = gl.where(mask, -1, 0).to(gl.int16)
     return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [x, ones], dtype=x.dtype, is_pure=True, pack=2)
-
-
-@gluon.jit
-def _owns(first, row_lo, row_hi, S: gl.constexpr, WINDOW: gl.constexpr):
-    """Whether a page that begins with row `first` holds an owned row."""
-    if WINDOW:
-        return (first < row_hi) & (first + S > row_lo)
-    else:
-        return first < row_hi
-
-
-@gluon.jit
-def _pages_of_tile(table_ptr, i_tile, tile_hi, row_lo, row_hi, TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr):
-    """Page ids of a tile. Entries of pages without an owned row, and of tiles past the last, are not read: they may hold anything.
-
-    In place of such a page stands an owned one of the same tile, so that every copy may run: its rows are masked by their place in the tile.
-    """
-    wanted = i_tile < tile_hi
-    if S >= TILE:
-        return (gl.load(table_ptr + i_tile * TILE // S, mask=wanted, other=0),)
-    else:
-        NUM: gl.constexpr = TILE // S
-        some = 0
-        owned = ()
-        read = ()
-        for i in gl.static_range(NUM):
-            m_page = wanted & _owns(i_tile * TILE + i * S, row_lo, row_hi, S, WINDOW)
-            page = gl.load(table_ptr + i_tile * NUM + i, mask=m_page, other=0)
-            some = gl.where(m_page, page, some)
-            owned += (m_page,)  # type: ignore[assignment]
-            read += (page,)  # type: ignore[assignment]
-        pages = ()
-        for i in gl.static_range(NUM):
-            pages += (gl.where(owned[i], read[i], some),)  # type: ignore[assignment]
-        return pages
-
-
-@gluon.jit
-def _copy_tile(
-    k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, pages, i_tile, tile_hi, i_h, TILE: gl.constexpr, S: gl.constexpr
-):  # fmt: skip
-    """Start the copies of a tile's K and V.
-
-    Both barriers are armed before the first copy, and K and V take turns: between two writes of one buffer the compiler has all warps wait for each other.
-    """
-    ROWS: gl.constexpr = S if S < TILE else TILE
-    NUM: gl.constexpr = TILE // ROWS
-    BYTES: gl.constexpr = TILE * k_desc.block_type.shape[3] * 2
-    wanted = i_tile < tile_hi
-    k_bar = k_bars.index(i_slot)
-    v_bar = v_bars.index(i_slot)
-    mbarrier.expect(k_bar, BYTES, pred=wanted)
-    mbarrier.expect(v_bar, BYTES, pred=wanted)
-    if NUM == 1:
-        slot = i_tile * TILE % S
-        tma.async_copy_global_to_shared(k_desc, [pages[0], i_h, slot, 0], k_bar, k_smem.index(i_slot), pred=wanted)
-        tma.async_copy_global_to_shared(v_desc, [pages[0], i_h, slot, 0], v_bar, v_smem.index(i_slot), pred=wanted)
-    else:
-        for i in gl.static_range(NUM):
-            tma.async_copy_global_to_shared(k_desc, [pages[i], i_h, 0, 0], k_bar, k_smem.index(i_slot).slice(i * S, S, dim=2), pred=wanted)
-            tma.async_copy_global_to_shared(v_desc, [pages[i], i_h, 0, 0], v_bar, v_smem.index(i_slot).slice(i * S, S, dim=2), pred=wanted)
-
-
-@gluon.jit
-def _pages_of_rows(
-    table_ptr, i_tile, tile_hi, row_lo, row_hi, o_n, S: gl.constexpr, TILE: gl.constexpr, PER_TOKEN: gl.constexpr, WINDOW: gl.constexpr
-):  # fmt: skip
-    """Page of each row of a tile, for its scales; 0 where no row is owned."""
-    if PER_TOKEN:
-        o_row = i_tile * TILE + o_n
-        m_page = (i_tile < tile_hi) & _owns(o_row // S * S, row_lo, row_hi, S, WINDOW)
-        return gl.load(table_ptr + o_row // S, mask=m_page, other=0)
-    else:
-        return i_tile
-
-
-@gluon.jit
-def _load_scales(
-    scale_ptr, page, i_tile, tile_hi, row_lo, row_hi, o_n, stride_p, stride_s, S: gl.constexpr, TILE: gl.constexpr, PER_TOKEN: gl.constexpr,
-    WINDOW: gl.constexpr, MASK_KV: gl.constexpr,
-):  # fmt: skip
-    """Scales of a tile's rows."""
-    if PER_TOKEN:
-        o_row = i_tile * TILE + o_n
-        if MASK_KV:
-            m_row = (i_tile < tile_hi) & _owns(o_row, row_lo, row_hi, 1, WINDOW)  # owned: scales
-        else:
-            m_row = (i_tile < tile_hi) & _owns(o_row // S * S, row_lo, row_hi, S, WINDOW)
-        return gl.load(scale_ptr + page.to(gl.int64) * stride_p + (o_row % S) * stride_s, mask=m_row, other=0.0)
-    else:
-        return i_tile
 
 
 @gluon.jit
@@ -241,14 +159,17 @@ def _multiply_masked_values(
 
 @gluon.jit
 def _load_rows(
-    v_ptr, stride_v_p, stride_v_s, table_ptr, row_0, row_end, S: gl.constexpr, W: gl.constexpr, PARTLY: gl.constexpr, NUM_WARPS: gl.constexpr
+    v_words, table_ptr, row_0, row_end, S: gl.constexpr, W: gl.constexpr, V_ROW: gl.constexpr, PARTLY: gl.constexpr, NUM_WARPS: gl.constexpr
 ):  # fmt: skip
     """V's rows [row_0, row_end), PARTLY at most, as words of two 16-bit values, and zeros to fill up: [PARTLY * W / 2]."""
-    o_w = gl.arange(0, PARTLY * W // 2, layout=gl.BlockedLayout([4], [32], [NUM_WARPS], [0]))
+    v_ptr, stride_v_p = v_words
+    WORDS: gl.constexpr = PARTLY * W // 2
+    # Each warp has all of 256 words, so that what is asked of them crosses no warp.
+    o_w = gl.arange(0, WORDS, layout=gl.BlockedLayout([8 if WORDS >= 256 else 4], [32], [NUM_WARPS], [0]))
     o_row = row_0 + o_w // (W // 2)
     m_row = o_row < row_end
     page = gl.load(table_ptr + o_row // S, mask=m_row, other=0)
-    o_v = page.to(gl.int64) * stride_v_p + o_row % S * stride_v_s + o_w % (W // 2)
+    o_v = page.to(gl.int64) * stride_v_p + o_row % S * (V_ROW // 2) + o_w % (W // 2)
     return gl.load(v_ptr + o_v, mask=m_row, other=0)
 
 
@@ -268,15 +189,17 @@ def _holds_nan(b_v, FP8: gl.constexpr, BF16: gl.constexpr):
 
 @gluon.jit
 def _add_row(
-    acc0, acc1, b_weight, v_ptr, stride_v_p, stride_v_s, table_ptr, i_row, o_position, window,
-    H: gl.constexpr, S: gl.constexpr, FP8: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, dtype: gl.constexpr, mma: gl.constexpr,
+    acc0, acc1, b_weight, v_words, table_ptr, i_row, o_position, window,
+    H: gl.constexpr, S: gl.constexpr, V_ROW: gl.constexpr, FP8: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, dtype: gl.constexpr,
+    mma: gl.constexpr,
 ):  # fmt: skip
     """One row of V, from its page, times `b_weight` [M] added to the two halves of the sum, where query rows at positions `o_position` [M] see it."""
     m_seen = i_row <= o_position if CAUSAL else o_position == o_position  # owned: drafts
     if WINDOW:
         m_seen = m_seen & (i_row > o_position - window)  # owned: windows of drafts
+    v_ptr, stride_v_p = v_words
     page = gl.load(table_ptr + i_row // S)
-    first = v_ptr + (page.to(gl.int64) * stride_v_p + i_row % S * stride_v_s)
+    first = v_ptr + (page.to(gl.int64) * stride_v_p + i_row % S * (V_ROW // 2))
     o_e = gl.arange(0, H, layout=gl.SliceLayout(1, mma))
     if FP8:
         o_v = first.to(gl.pointer_type(gl.float8e4nv), bitcast=True) + 2 * o_e
@@ -303,13 +226,47 @@ def _add_lane_rows(b_p, WGMMA: gl.constexpr):
         return b_p
 
 
+@gluon.constexpr_function
+def _groups_layout(num_groups, num_columns, num_warps):
+    """[groups of 16 rows, columns] of which each thread holds all groups, of the columns that it has in a multiply's result."""
+    columns = [[0, 1], *([0, 1 << i] for i in range(3, num_columns.bit_length() - 1))]
+    groups = [[1 << i, 0] for i in range(num_groups.bit_length() - 1)]
+    lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
+    return gl.DistributedLinearLayout(columns + groups, lanes, [[0, 0]] * (num_warps.bit_length() - 1), [], [num_groups, num_columns])
+
+
+@gluon.jit
+def _max_over_rows(b_s, tops, NUM_WARPS: gl.constexpr, WGMMA: gl.constexpr, mma: gl.constexpr):
+    """A tile's maxima [M]: each warp's own first, which meet once, in shared memory [groups of 16 rows, M]."""
+    GROUPS: gl.constexpr = b_s.shape[0] // 16
+    M: gl.constexpr = b_s.shape[1]
+    if WGMMA:
+        # That memory would be what keeps a second program off the SM.
+        return gl.max(b_s, 0)
+    else:
+        tops.store(gl.max(b_s.reshape([GROUPS, 16, M]), 1))
+        b_top = gl.max(tops.load(_groups_layout(GROUPS, M, NUM_WARPS)), 0)
+        return gl.convert_layout(b_top, gl.SliceLayout(0, mma), assert_trivial=True)
+
+
+@gluon.jit
+def _unit_of(scales):
+    """A power of two near the largest of a tile's scales, a factor of two below at most, and its inverse: both exact."""
+    top = gl.max(gl.abs(scales), 0)
+    # One where all are zero or NaN or one is infinite: a row that others do not see must not decide how finely P is rounded for them.
+    top = gl.where((top > 0.0) & (top < float("inf")), top, 1.0)
+    # From 2^-60 to 2^126; of its bits those of the exponent.
+    unit = gl.minimum(gl.maximum(top, 8.6736174e-19), 8.507059e37).to(gl.int32, bitcast=True) & 0x7F800000
+    return unit.to(gl.float32, bitcast=True), (0x7F000000 - unit).to(gl.float32, bitcast=True)
+
+
 @gluon.jit
 def _attend_tile(
-    acc0, acc1, p_sum, b_max, v_unit, b_s, q_scale, b_ks, b_vs, b_vs_all, soft_cap, k_tile, v_tile, nan_seen, v_ptr, stride_v_p, stride_v_s, table_ptr,
-    i_tile, row_lo, row_hi, common_lo, common_hi, position_0, window, first_m,
-    FULL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, S: gl.constexpr, FP8: gl.constexpr, PER_TOKEN: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, MULTI_QUERY: gl.constexpr, MASK_KV: gl.constexpr, WGMMA: gl.constexpr,
-    mma: gl.constexpr, all_layout: gl.constexpr,
+    acc0, acc1, p_sum, b_max, v_unit, b_s, q_scale, b_ks, b_vs, b_vs_all, soft_cap, k_tile, v_tile, v_bar, phase, tops, nan_seen, v_words,
+    table_ptr, i_tile, row_lo, row_hi, common_lo, common_hi, position_0, window, first_m,
+    FULL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, S: gl.constexpr, V_ROW: gl.constexpr, FP8: gl.constexpr, PER_TOKEN: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, MULTI_QUERY: gl.constexpr, MASK_KV: gl.constexpr, NUM_WARPS: gl.constexpr,
+    WGMMA: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """One online-softmax step over a tile's products `b_s` with q and its V in shared memory; every query row sees it in full (FULL) or by its own mask."""
     a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -319,10 +276,14 @@ def _attend_tile(
     if WGMMA:
         if FP8 and FULL:
             # While the products are on their way.
+            mbarrier.wait(v_bar, phase)
             v0, v1 = _read_values(v_tile, H, FP8, a_layout)
         b_s = warpgroup_mma_wait(0, [b_s])
     b_s = b_s * gl.expand_dims(q_scale, 0)
     if PER_TOKEN:
+        # P times the scale relative to the tile's largest keeps P within fp16, whatever the scales; the values are kept in units of the last tile's.
+        unit, per_unit = _unit_of(b_vs_all)
+        b_vs = b_vs * per_unit
         b_s = b_s * gl.expand_dims(b_ks, 1)
     if SOFT_CAP:
         # cap * tanh(s / cap) as 2 * sigmoid(2 s / cap) - 1, which keeps NaN and saturates at both ends; scores are in base 2 already
@@ -339,7 +300,7 @@ def _attend_tile(
         b_s = gl.where(m_seen, b_s, float("-inf"))  # owned: scores
 
     # gl.max drops NaN, but exp2(NaN - top) does not: a NaN score reaches the sum and the output
-    b_top = gl.maximum(b_max, gl.max(b_s, 0))
+    b_top = gl.maximum(b_max, _max_over_rows(b_s, tops, NUM_WARPS, WGMMA, mma))
     b_shift = b_top
     if not FULL:
         b_shift = gl.where(b_top == float("-inf"), 0.0, b_top)
@@ -348,18 +309,14 @@ def _attend_tile(
     # Summed over the rows of a lane's own, and over lanes and warps once at the end.
     sums: gl.constexpr = gl.SliceLayout(0, p_sum.type.layout)
     p_sum = p_sum * gl.expand_dims(gl.convert_layout(b_decay, sums, assert_trivial=True), 0) + _add_lane_rows(b_p, WGMMA)
+    if not (WGMMA and FP8 and FULL):
+        # The maximum above has been a meeting of all warps, and spares one that the compiler would put between the copies' start and this.
+        mbarrier.wait(v_bar, phase)
     if PER_TOKEN:
-        # P times the scale relative to the tile's largest keeps P within fp16, whatever the scales; the values are kept in units of the last tile's.
-        if not FULL and not MASK_KV:
-            # Of rows that count alone: both flags round alike, whatever the scales of the others.
-            o_all = i_tile * TILE + gl.arange(0, TILE, layout=all_layout)
-            b_vs_all = gl.where(_owns(o_all, row_lo, row_hi, 1, WINDOW), b_vs_all, 0.0)
-        unit = gl.max(b_vs_all, 0)
-        unit = gl.where((unit > 0.0) & (unit < float("inf")), gl.maximum(unit, 8.67e-19), 1.0)
-        b_p = b_p * gl.expand_dims(b_vs / unit, 1)
+        b_p = b_p * gl.expand_dims(b_vs, 1)
         if not FULL and MASK_KV:
             b_p = gl.where(m_seen, b_p, 0.0)  # owned: seen scales
-        b_decay = b_decay * (v_unit / unit)
+        b_decay = b_decay * (v_unit * per_unit)
         v_unit = unit
     acc0 = acc0 * gl.expand_dims(b_decay, 0)
     acc1 = acc1 * gl.expand_dims(b_decay, 0)
@@ -396,8 +353,8 @@ def _attend_tile(
                     if (i_row < value_lo) | (i_row >= value_hi):
                         b_weight = gl.sum(gl.where(gl.expand_dims(o_row == i_row, 1), weights.to(gl.float32), 0.0), 0)
                         acc0, acc1 = _add_row(
-                            acc0, acc1, b_weight, v_ptr, stride_v_p, stride_v_s, table_ptr, i_row, position_0 + o_t, window,
-                            H, S, FP8, CAUSAL, WINDOW, v_tile.dtype, mma,
+                            acc0, acc1, b_weight, v_words, table_ptr, i_row, position_0 + o_t, window,
+                            H, S, V_ROW, FP8, CAUSAL, WINDOW, v_tile.dtype, mma,
                         )  # fmt: skip
         return acc0, acc1, p_sum, b_top, v_unit
 
@@ -456,17 +413,6 @@ def _owned_tiles(row_hi, query_len, window, TILE: gl.constexpr, WINDOW: gl.const
 
 
 @gluon.jit
-def _first_copies(
-    k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, table_ptr, tile_lo, tile_hi, row_lo, row_hi, i_h,
-    TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Start the copies of the first STAGES - 1 tiles into the slots from `i_slot` on."""
-    for i in gl.static_range(STAGES - 1):
-        pages = _pages_of_tile(table_ptr, tile_lo + i, tile_hi, row_lo, row_hi, TILE, S, WINDOW)
-        _copy_tile(k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, (i_slot + i) % STAGES, pages, tile_lo + i, tile_hi, i_h, TILE, S)
-
-
-@gluon.jit
 def _common_rows(row_hi, query_len, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
     """Rows [common_lo, common_hi) are seen by every query row."""
     common_lo = gl.maximum(row_hi - window, 0) if WINDOW else row_hi * 0
@@ -476,9 +422,9 @@ def _common_rows(row_hi, query_len, window, CAUSAL: gl.constexpr, WINDOW: gl.con
 
 @gluon.jit
 def _partly_seen_values(
-    v_ptr, stride_v_p, stride_v_s, table_ptr, tile_lo, tile_hi, row_lo, row_hi, query_len, window,
-    TILE: gl.constexpr, S: gl.constexpr, W: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PARTLY: gl.constexpr, MASK_KV: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
+    v_words, table_ptr, tile_lo, tile_hi, row_lo, row_hi, query_len, window,
+    TILE: gl.constexpr, S: gl.constexpr, W: gl.constexpr, V_ROW: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PARTLY: gl.constexpr,
+    MASK_KV: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """V's rows in tiles [tile_lo, tile_hi) that some query rows see and some do not, right and left of the common ones, PARTLY of either at most.
 
@@ -488,10 +434,10 @@ def _partly_seen_values(
         common_lo, common_hi = _common_rows(row_hi, query_len, window, CAUSAL, WINDOW)
         lo = tile_lo * TILE
         hi = tile_hi * TILE
-        right = _load_rows(v_ptr, stride_v_p, stride_v_s, table_ptr, gl.maximum(common_hi, lo), gl.minimum(row_hi, hi), S, W, PARTLY, NUM_WARPS)
+        right = _load_rows(v_words, table_ptr, gl.maximum(common_hi, lo), gl.minimum(row_hi, hi), S, W, V_ROW, PARTLY, NUM_WARPS)
         left = right
         if WINDOW:
-            left = _load_rows(v_ptr, stride_v_p, stride_v_s, table_ptr, gl.maximum(row_lo, lo), gl.minimum(common_lo, hi), S, W, PARTLY, NUM_WARPS)
+            left = _load_rows(v_words, table_ptr, gl.maximum(row_lo, lo), gl.minimum(common_lo, hi), S, W, V_ROW, PARTLY, NUM_WARPS)
         return right, left
     else:
         return 0, 0
@@ -499,19 +445,18 @@ def _partly_seen_values(
 
 @gluon.jit
 def _attend_tiles(
-    k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, phase, right, left, table_ptr, k_scale_ptr, v_scale_ptr, q0, q1, q_scale, soft_cap,
-    v_ptr, stride_v_p, stride_v_s, i_h, first_m, tile_lo, tile_hi, row_lo, row_hi, window, query_len, stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
-    GROUP: gl.constexpr, M: gl.constexpr, H: gl.constexpr, W: gl.constexpr, TILE: gl.constexpr, S: gl.constexpr, FP8: gl.constexpr,
-    PER_TOKEN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, MULTI_QUERY: gl.constexpr, MASK_KV: gl.constexpr,
-    STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, WGMMA: gl.constexpr, mma: gl.constexpr,
+    ring, head, i_slot, phase, right, left, table_ptr, q0, q1, q_scale, soft_cap, first_m, tile_lo, tile_hi, row_lo, row_hi, window, query_len,
+    GROUP: gl.constexpr, M: gl.constexpr, H: gl.constexpr, W: gl.constexpr, TILE: gl.constexpr, S: gl.constexpr, K_ROW: gl.constexpr, V_ROW: gl.constexpr,
+    FP8: gl.constexpr, PER_TOKEN: gl.constexpr, SCALES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
+    MULTI_QUERY: gl.constexpr, MASK_KV: gl.constexpr, STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, WGMMA: gl.constexpr, BULK: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Online softmax over tiles [tile_lo, tile_hi), whose first copies are on their way into the slots from `i_slot` on.
 
     `right` and `left` are V's partly seen rows (MULTI_QUERY and MASK_KV). Returns the two halves of the sum of values [H, M], the sums of probabilities by row
     of a tile, the maxima [M], the unit of the values, and the next slot and its phase.
     """
-    # Each warp holds every row of a tile, so that a maximum over them crosses no warp.
-    all_layout: gl.constexpr = gl.BlockedLayout([TILE // 32], [32], [NUM_WARPS], [0])
+    k_smem, v_smem, k_bars, v_bars, k_scales, v_scales = ring
+    _, v_desc, _, _, v_words, k_scale_words, v_scale_words = head
     # Tiles [full_lo, full_hi) hold rows that every query row sees and nothing else: they need no mask.
     common_lo, common_hi = _common_rows(row_hi, query_len, window, CAUSAL, WINDOW)
     full_lo = gl.minimum(gl.maximum((common_lo + TILE - 1) // TILE, tile_lo), gl.maximum(tile_hi, tile_lo))  # owned: left edge
@@ -528,17 +473,26 @@ def _attend_tiles(
                 found = _holds_nan(left, FP8, BF16)
                 nan_seen = nan_seen | found  # owned: seen values left of a window
 
+    lanes: gl.constexpr = lane_layout(TILE, S, W, NUM_WARPS)
+    # Each warp holds every row of a tile, so that a maximum over them crosses no warp.
+    all_layout: gl.constexpr = gl.BlockedLayout([TILE // 32], [32], [NUM_WARPS], [0])
     o_n = gl.arange(0, TILE, layout=gl.SliceLayout(1, mma))
     o_all = gl.arange(0, TILE, layout=all_layout)
-    # Scales are loaded a tile ahead of their use, their pages two tiles ahead.
-    page = _pages_of_rows(table_ptr, tile_lo, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN, WINDOW)
-    page_all = _pages_of_rows(table_ptr, tile_lo, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN, WINDOW)
-    b_ks = _load_scales(k_scale_ptr, page, tile_lo, tile_hi, row_lo, row_hi, o_n, stride_ks_p, stride_ks_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV)
-    b_vs = _load_scales(v_scale_ptr, page, tile_lo, tile_hi, row_lo, row_hi, o_n, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV)
-    b_vs_all = _load_scales(v_scale_ptr, page_all, tile_lo, tile_hi, row_lo, row_hi, o_all, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV)
-    page = _pages_of_rows(table_ptr, tile_lo + 1, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN, WINDOW)
-    page_all = _pages_of_rows(table_ptr, tile_lo + 1, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN, WINDOW)
-
+    # Scales that do not come with their tile are loaded a tile ahead.
+    APART: gl.constexpr = PER_TOKEN and not SCALES
+    b_ks = gl.zeros([TILE], gl.float32, gl.SliceLayout(1, mma))
+    b_vs = b_ks
+    b_vs_all = gl.zeros([TILE], gl.float32, all_layout)
+    if APART:
+        page = _pages_of_rows(table_ptr, tile_lo, tile_hi, row_lo, row_hi, o_n, TILE, S, WINDOW)
+        page_all = _pages_of_rows(table_ptr, tile_lo, tile_hi, row_lo, row_hi, o_all, TILE, S, WINDOW)
+        b_ks = _load_scales(k_scale_words, page, tile_lo, tile_hi, row_lo, row_hi, o_n, TILE, S, WINDOW)
+        b_vs = _load_scales(v_scale_words, page, tile_lo, tile_hi, row_lo, row_hi, o_n, TILE, S, WINDOW)
+        b_vs_all = _load_scales(v_scale_words, page_all, tile_lo, tile_hi, row_lo, row_hi, o_all, TILE, S, WINDOW)
+    tops = 0
+    if not WGMMA:
+        # Apart from what other exchanges take, which would have to wait for it.
+        tops = gl.allocate_shared_memory(gl.float32, [TILE // 16, M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     acc0 = gl.zeros([H, M], gl.float32, mma)
     acc1 = gl.zeros([H, M], gl.float32, mma)
     p_sum = _add_lane_rows(gl.zeros([TILE, M], gl.float32, mma), WGMMA)
@@ -550,37 +504,38 @@ def _attend_tiles(
             part_lo = tile_lo if PART == 0 else (full_lo if PART == 1 else full_hi)
             part_hi = full_lo if PART == 0 else (full_hi if PART == 1 else tile_hi)
             for i_tile in range(part_lo, part_hi):
-                next_ks = _load_scales(
-                    k_scale_ptr, page, i_tile + 1, tile_hi, row_lo, row_hi, o_n, stride_ks_p, stride_ks_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV
-                )
-                next_vs = _load_scales(
-                    v_scale_ptr, page, i_tile + 1, tile_hi, row_lo, row_hi, o_n, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV
-                )
-                next_all = _load_scales(
-                    v_scale_ptr, page_all, i_tile + 1, tile_hi, row_lo, row_hi, o_all, stride_vs_p, stride_vs_s, S, TILE, PER_TOKEN, WINDOW, MASK_KV
-                )  # fmt: skip
-                page = _pages_of_rows(table_ptr, i_tile + 2, tile_hi, row_lo, row_hi, o_n, S, TILE, PER_TOKEN, WINDOW)
-                page_all = _pages_of_rows(table_ptr, i_tile + 2, tile_hi, row_lo, row_hi, o_all, S, TILE, PER_TOKEN, WINDOW)
+                if APART:
+                    page = _pages_of_rows(table_ptr, i_tile + 1, tile_hi, row_lo, row_hi, o_n, TILE, S, WINDOW)
+                    page_all = _pages_of_rows(table_ptr, i_tile + 1, tile_hi, row_lo, row_hi, o_all, TILE, S, WINDOW)
                 i_next = i_tile + STAGES - 1
                 if PART != 2:
-                    pages = _pages_of_tile(table_ptr, i_next, tile_hi, row_lo, row_hi, TILE, S, WINDOW)
+                    pages = _pages_of_tile(table_ptr, i_next, tile_hi, row_lo, row_hi, TILE, S, SCALES, WINDOW, BULK, lanes)
                 k_tile = k_smem.index(i_slot).reshape([TILE, W])
                 mbarrier.wait(k_bars.index(i_slot), phase)
+                if SCALES:
+                    b_ks = k_scales.index(i_slot).load(gl.SliceLayout(1, mma))
+                    b_vs = v_scales.index(i_slot).load(gl.SliceLayout(1, mma))
+                    b_vs_all = v_scales.index(i_slot).load(all_layout)
                 b_s = _multiply_keys(k_tile, q0, q1, PART == 1, M, H, TILE, FP8, WGMMA, mma)
                 if PART != 2:
                     # Every warp is past its reads of the tile before: its place can be filled, while the products above are on their way.
                     program_barrier()
                     free = gl.where(i_slot == 0, STAGES - 1, i_slot - 1)
-                    _copy_tile(k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, free, pages, i_next, tile_hi, i_h, TILE, S)
-                mbarrier.wait(v_bars.index(i_slot), phase)
+                    _copy_tile(ring, head, free, pages, i_next, tile_hi, TILE, S, K_ROW, V_ROW, SCALES, BULK, lanes)
+                if APART:
+                    next_ks = _load_scales(k_scale_words, page, i_tile + 1, tile_hi, row_lo, row_hi, o_n, TILE, S, WINDOW)
+                    next_vs = _load_scales(v_scale_words, page, i_tile + 1, tile_hi, row_lo, row_hi, o_n, TILE, S, WINDOW)
+                    next_vs_all = _load_scales(v_scale_words, page_all, i_tile + 1, tile_hi, row_lo, row_hi, o_all, TILE, S, WINDOW)
                 acc0, acc1, p_sum, b_max, v_unit = _attend_tile(
-                    acc0, acc1, p_sum, b_max, v_unit, b_s, q_scale, b_ks, b_vs, b_vs_all, soft_cap, k_tile, v_smem.index(i_slot).reshape([TILE, W]),
-                    nan_seen, v_ptr, stride_v_p, stride_v_s, table_ptr, i_tile, row_lo, row_hi, common_lo, common_hi, position_0, window, first_m,
-                    PART == 1, GROUP, TILE, S, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, MULTI_QUERY, MASK_KV, WGMMA, mma, all_layout,
+                    acc0, acc1, p_sum, b_max, v_unit, b_s, q_scale, b_ks, b_vs, b_vs_all, soft_cap, k_tile,
+                    v_smem.index(i_slot).reshape([TILE, W]), v_bars.index(i_slot), phase, tops, nan_seen, v_words, table_ptr, i_tile, row_lo, row_hi,
+                    common_lo, common_hi, position_0, window, first_m, PART == 1, GROUP, TILE, S, V_ROW, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP,
+                    MULTI_QUERY, MASK_KV, NUM_WARPS, WGMMA, mma,
                 )  # fmt: skip
-                b_ks = next_ks
-                b_vs = next_vs
-                b_vs_all = next_all
+                if APART:
+                    b_ks = next_ks
+                    b_vs = next_vs
+                    b_vs_all = next_vs_all
                 i_slot += 1
                 phase = gl.where(i_slot == STAGES, phase ^ 1, phase)
                 i_slot = gl.where(i_slot == STAGES, 0, i_slot)
@@ -596,22 +551,6 @@ def _value_scale(v_scale_ptr, v_unit, FP8: gl.constexpr, PER_TOKEN: gl.constexpr
         return gl.load(v_scale_ptr)
     else:
         return 1.0
-
-
-@gluon.jit
-def _make_ring(k_desc, v_desc, TILE: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr):
-    """Shared memory for STAGES tiles of K and of V, and the barriers of their copies."""
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, TILE, W], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, TILE, W], v_desc.layout)
-    k_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_bars.index(i), count=1)
-        mbarrier.init(v_bars.index(i), count=1)
-    # The copies' engine must see the barriers ready before the first copy.
-    fence_async_shared()
-    program_barrier()
-    return k_smem, v_smem, k_bars, v_bars
 
 
 @gluon.jit
@@ -687,7 +626,7 @@ def _prefetch_rows(first, num_bytes):
 def _prefetch_first_tile(
     k_ptr, v_ptr, stride_k_p, stride_k_h, stride_v_p, stride_v_h, num_pages, seq_lens_ptr, page_table_ptr, stride_table_b, num_lanes, i_b, i_h, i_s,
     num_splits, tiles_per_split, query_len, window,
-    W: gl.constexpr, TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr, NUM_WARPS: gl.constexpr,
+    W: gl.constexpr, TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr, WHOLE: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Have L2 fetch a program's first tile of K and V while the kernel before may still run.
 
@@ -695,13 +634,20 @@ def _prefetch_first_tile(
     anew after the wait, and past this multiprocessor's own cache here, where they would stay.
     """
     ROWS: gl.constexpr = S if S < TILE else TILE
-    row_hi = gl.load(seq_lens_ptr + i_b, cache_modifier=".cg")
-    row_lo, first_tile, last_tile = _owned_tiles(row_hi, query_len, window, TILE, WINDOW)
-    tile_lo = first_tile + i_s * _splits(first_tile, last_tile, num_splits, tiles_per_split)
     # A lane for each stretch of rows in one page.
     o_c = gl.arange(0, 32 * NUM_WARPS, layout=gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
-    o_row = tile_lo * TILE + o_c * ROWS
-    wanted = (o_c < TILE // ROWS) & (o_row >= 0) & _owns(o_row, row_lo, row_hi, ROWS, WINDOW) & (o_row // S < num_lanes)
+    if WHOLE:
+        o_row = o_c * ROWS
+        owned = True
+    else:
+        row_hi = gl.load(seq_lens_ptr + i_b, cache_modifier=".cg")
+        row_lo, first_tile, last_tile = _owned_tiles(row_hi, query_len, window, TILE, WINDOW)
+        tile_lo = first_tile + i_s * _splits(first_tile, last_tile, num_splits, tiles_per_split)
+        o_row = tile_lo * TILE + o_c * ROWS
+        owned = (o_row >= 0) & (o_row < row_hi)
+        if WINDOW:
+            owned = owned & (o_row + ROWS > row_lo)
+    wanted = owned & (o_c < TILE // ROWS) & (o_row // S < num_lanes)
     page = gl.load(page_table_ptr + i_b.to(gl.int64) * stride_table_b + o_row // S, mask=wanted, other=0, cache_modifier=".cg")
     num_bytes = gl.where(wanted & (page >= 0) & (page < num_pages), ROWS * 2 * W, 0)
     o_slot = o_row % S * (W // 2)
@@ -710,7 +656,7 @@ def _prefetch_first_tile(
 
 
 @gluon.jit(do_not_specialize=["window", "query_len", "num_splits", "tiles_per_split", "num_pages", "num_lanes", "stride_table_b"])
-def decode_tma_kernel(
+def decode_hopper_kernel(
     out_ptr,  # [B, QL, HQ, D]
     lse_ptr,  # [B, QL, HQ] fp32, natural
     partial_o_ptr,  # [B, HKV, NS, QL * G, D] fp32, written if SPLIT
@@ -737,7 +683,6 @@ def decode_tma_kernel(
     stride_k_h,
     stride_v_p,
     stride_v_h,
-    stride_v_s,
     stride_q_b,
     stride_q_t,
     stride_q_h,
@@ -760,9 +705,12 @@ def decode_tma_kernel(
     D: gl.constexpr,
     TILE: gl.constexpr,
     S: gl.constexpr,
+    K_ROW: gl.constexpr,  # from a row of K to the next, in 16-bit elements
+    V_ROW: gl.constexpr,
     SPLIT: gl.constexpr,
     FP8: gl.constexpr,
     PER_TOKEN: gl.constexpr,
+    SCALES: gl.constexpr,  # scales of tokens come into shared memory with their tile; else into registers
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFT_CAP: gl.constexpr,
@@ -772,6 +720,7 @@ def decode_tma_kernel(
     STAGES: gl.constexpr,
     NUM_WARPS: gl.constexpr,
     WGMMA: gl.constexpr,
+    BULK: gl.constexpr,  # copies by TMA, page by page; else lane by lane
     PREFETCH: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -782,15 +731,17 @@ def decode_tma_kernel(
     W: gl.constexpr = H if FP8 else D
     # Each warp takes 16 rows of K, or of V transposed, and all query rows.
     mma: gl.constexpr = gl.NVMMADistributedLayout([3 if WGMMA else 2, 0], [NUM_WARPS, 1], [16, M, 16] if WGMMA else [16, 8])
+    # A program begins with its sequence's first row, whatever the length.
+    WHOLE: gl.constexpr = not SPLIT and not WINDOW
     i_h = gl.program_id(0) // ROW_BLOCKS
     first_m = gl.program_id(0) % ROW_BLOCKS * M
     i_b = gl.program_id(1)
     i_s = gl.program_id(2)
-    k_smem, v_smem, k_bars, v_bars = _make_ring(k_desc, v_desc, TILE, W, STAGES)
+    ring = _make_ring(k_desc, v_desc, TILE, W, SCALES, STAGES, NUM_WARPS, BULK)
     if PREFETCH:
         _prefetch_first_tile(
             k_ptr, v_ptr, stride_k_p, stride_k_h, stride_v_p, stride_v_h, num_pages, seq_lens_ptr, page_table_ptr, stride_table_b, num_lanes, i_b, i_h, i_s,
-            num_splits, tiles_per_split, query_len, window, W, TILE, S, WINDOW, NUM_WARPS,
+            num_splits, tiles_per_split, query_len, window, W, TILE, S, WINDOW, WHOLE, NUM_WARPS,
         )  # fmt: skip
     if PDL:
         # Every byte read below was written by an earlier kernel of this stream; wait for it, then let combine be set up while this one runs.
@@ -799,24 +750,29 @@ def decode_tma_kernel(
 
     # Rows [row_lo, row_hi) are owned; tiles that hold one are shared out over the splits.
     row_lo, first_tile, last_tile = _owned_tiles(row_hi, query_len, window, TILE, WINDOW)
-    per_split = _splits(first_tile, last_tile, num_splits, tiles_per_split)
-    num_used = gl.maximum((last_tile - first_tile + per_split - 1) // per_split, 1)
-    if i_s < num_used:
+    tile_lo = first_tile
+    tile_hi = last_tile
+    is_used = True
+    if SPLIT:
+        per_split = _splits(first_tile, last_tile, num_splits, tiles_per_split)
         tile_lo = first_tile + i_s * per_split
         tile_hi = gl.minimum(tile_lo + per_split, last_tile)
-
+        is_used = (tile_lo < last_tile) | (i_s == 0)
+    if is_used:
         table_ptr = page_table_ptr + i_b.to(gl.int64) * stride_table_b
+        head = _head(
+            k_desc, v_desc, i_h, k_ptr, v_ptr, stride_k_p, stride_k_h, stride_v_p, stride_v_h, k_scale_ptr, v_scale_ptr,
+            stride_ks_p, stride_ks_h, stride_ks_s, stride_vs_p, stride_vs_h, stride_vs_s, PER_TOKEN,
+        )  # fmt: skip
         i_slot = 0
         phase = 0
         _first_copies(
-            k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, table_ptr, tile_lo, tile_hi, row_lo, row_hi, i_h, TILE, S, WINDOW, STAGES
+            ring, head, i_slot, table_ptr, num_lanes, tile_lo, tile_hi, row_lo, row_hi, TILE, S, K_ROW, V_ROW, SCALES, WINDOW, STAGES, BULK, WHOLE,
+            lane_layout(TILE, S, W, NUM_WARPS),
         )  # fmt: skip
-        if PER_TOKEN:
-            k_scale_ptr += i_h.to(gl.int64) * stride_ks_h
-            v_scale_ptr += i_h.to(gl.int64) * stride_vs_h
-        v_ptr += i_h.to(gl.int64) * stride_v_h
+        _, _, _, _, v_words, _, _ = head
         right, left = _partly_seen_values(
-            v_ptr, stride_v_p, stride_v_s, table_ptr, tile_lo, tile_hi, row_lo, row_hi, query_len, window, TILE, S, W, CAUSAL, WINDOW, PARTLY, MASK_KV,
+            v_words, table_ptr, tile_lo, tile_hi, row_lo, row_hi, query_len, window, TILE, S, W, V_ROW, CAUSAL, WINDOW, PARTLY, MASK_KV,
             NUM_WARPS,
         )  # fmt: skip
         q0, q1, q_scale = _load_query(
@@ -825,10 +781,9 @@ def decode_tma_kernel(
         if FP8 and not PER_TOKEN:
             q_scale = q_scale * gl.load(k_scale_ptr)
         acc0, acc1, p_sum, b_max, v_unit, _, _ = _attend_tiles(
-            k_desc, v_desc, k_smem, v_smem, k_bars, v_bars, i_slot, phase, right, left, table_ptr, k_scale_ptr, v_scale_ptr, q0, q1, q_scale, soft_cap,
-            v_ptr, stride_v_p, stride_v_s, i_h, first_m, tile_lo, tile_hi, row_lo, row_hi, window, query_len,
-            stride_ks_p, stride_ks_s, stride_vs_p, stride_vs_s,
-            GROUP, M, H, W, TILE, S, FP8, PER_TOKEN, CAUSAL, WINDOW, SOFT_CAP, PARTLY > 0, MASK_KV, STAGES, NUM_WARPS, WGMMA, mma,
+            ring, head, i_slot, phase, right, left, table_ptr, q0, q1, q_scale, soft_cap, first_m, tile_lo, tile_hi, row_lo, row_hi, window, query_len,
+            GROUP, M, H, W, TILE, S, K_ROW, V_ROW, FP8, PER_TOKEN, SCALES, CAUSAL, WINDOW, SOFT_CAP, PARTLY > 0, MASK_KV, STAGES, NUM_WARPS, WGMMA, BULK,
+            mma,
         )  # fmt: skip
 
         v_scale = _value_scale(v_scale_ptr, v_unit, FP8, PER_TOKEN)

@@ -43,6 +43,7 @@ _INTEGER: dict[str, Callable[..., Values]] = {
     "mad": lambda a, b, c: a * b + c,
     "max": np.maximum,
     "max.relu": lambda a, b: np.maximum(np.maximum(a, b), 0),
+    "min.relu": lambda a, b: np.maximum(np.minimum(a, b), 0),
     "min": np.minimum,
     "neg": np.negative,
     "abs": np.abs,

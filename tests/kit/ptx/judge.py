@@ -77,7 +77,7 @@ _costs: dict[tuple[Case, DecodeConfig], list[Cost]] = {}
 
 def _built(problem: DecodeProblem, config: DecodeConfig) -> tuple[RecordedDecode, list[Cost]]:
     """The launches of a problem, and their kernels, which are compiled once for a process."""
-    kernel = "decode_balanced_kernel" if config.num_programs else "decode_tma_kernel"
+    kernel = "decode_balanced_kernel" if config.num_programs else "decode_hopper_kernel"
     recorded = record_decode(gluon_decode_sm90, kernel, problem, TARGET, config)
     key = problem.case, config
     if key not in _costs:
