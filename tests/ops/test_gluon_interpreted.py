@@ -57,6 +57,8 @@ CASES: list[tuple[Case, DecodeConfig]] = [
     (Case(spec("fp8_tensor", 128, 32, 4, num_q_heads=8), (5, 150)), ONE_SPLIT),
     (Case(spec("fp8_token", 128, 16, 4, num_q_heads=16, causal=False, window=70), (66, 200)), ONE_SPLIT),
     (Case(spec("fp8_token", 256, 64, 4, num_q_heads=16, window=20, sinks=True), (5, 150)), ONE_SPLIT),
+    # Of one program, whose scales have shared memory to themselves.
+    (Case(spec("fp8_token", 256, 64, 4, num_q_heads=8), (150,)), ONE_SPLIT),
     (Case(spec("bf16", 128, 64, 4, num_q_heads=16, window=70), (150, 0)), ONE_SPLIT),
     (Case(spec("bf16", 256, 128, 4, num_q_heads=8, soft_cap=20.0), (3, 131)), ONE_SPLIT),
     (Case(spec("fp8_tensor", 128, 64, 4, num_q_heads=8), (5, 300, 0)), ONE_LAUNCH),

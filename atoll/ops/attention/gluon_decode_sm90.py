@@ -118,8 +118,10 @@ def _prefers_half_tiles(spec: DecodeSpec, shape: BatchShape) -> bool:
     programs = shape.batch * spec.num_kv_heads
     num_tiles = triton_decode.max_tiles(spec, shape, 64)
     if is_fp8(spec.kv_format):
-        # 256 x 1024 in 60.0 us, 61.5; 256 x 4096 in 237.1 and 236.4.
-        return programs > 2 * shape.num_sms and num_tiles <= 16
+        # 256 x 1024 in 60.0 us, 61.5; 256 x 4096 in 237.1 and 236.4; with one KV head, 256 programs, 256 x 16384 of large pages in 483.7 and 490.6.
+        if num_tiles <= 16:
+            return programs > 2 * shape.num_sms
+        return spec.page_size >= 64 and 1.5 * shape.num_sms < programs <= 2 * shape.num_sms
     # 64 x 4096 in 118.3 us, 119.3; 256 x 1024 111.2, 114.4; but with 4 KV heads fewer or splits 0.3 to 20 % more.
     return 0.9 * shape.num_sms <= programs and (programs <= shape.num_sms or num_tiles <= 64)
 
@@ -176,9 +178,13 @@ def uses_wgmma(spec: DecodeSpec) -> bool:
     return spec.query_len * spec.group_size > MAX_REGISTER_ROWS and spec.head_dim >= MIN_WGMMA_HEAD_DIM
 
 
-def _is_short_of_memory(spec: DecodeSpec, cfg: DecodeConfig) -> bool:
-    """Whether scales of tokens in shared memory would keep a second program off a multiprocessor (with four drafts 256 x 16384 in 1401 us, 1221 without)."""
-    return uses_wgmma(spec) and spec.head_dim == 256 and cfg.tile == 64
+def _shares_memory(spec: DecodeSpec, cfg: DecodeConfig, batch: int, num_sms: int) -> bool:
+    """Whether scales of tokens in shared memory would keep a call's second program off a multiprocessor.
+
+    Four drafts, page 16: 256 x 16384 in 1421 us with them there and 1249 without, but 1 x 65536, one program each, in 30.5 and 38.1.
+    """
+    programs = cfg.num_programs or batch * spec.num_kv_heads * row_blocks(spec) * cfg.num_splits
+    return uses_wgmma(spec) and spec.head_dim == 256 and cfg.tile == 64 and programs > num_sms
 
 
 def block_rows(spec: DecodeSpec) -> int:
@@ -247,7 +253,7 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         "V_ROW": 2 * cache.v.stride(2),
         "FP8": is_fp8(spec.kv_format),
         "PER_TOKEN": per_token,
-        "SCALES": per_token and not _is_short_of_memory(spec, cfg),
+        "SCALES": per_token and not _shares_memory(spec, cfg, plan.batch, num_sms(q.device)),
         "CAUSAL": spec.causal,
         "WINDOW": spec.window is not None,
         "SOFT_CAP": spec.soft_cap is not None,

@@ -281,9 +281,9 @@ def _attend_tile(
         b_s = warpgroup_mma_wait(0, [b_s])
     b_s = b_s * gl.expand_dims(q_scale, 0)
     if PER_TOKEN:
-        # P times the scale relative to the tile's largest keeps P within fp16, whatever the scales; the values are kept in units of the last tile's.
-        unit, per_unit = _unit_of(b_vs_all)
-        b_vs = b_vs * per_unit
+        if not WGMMA:
+            # While the products are on their way; where a warpgroup multiplies, there are no registers to keep it in.
+            unit, per_unit = _unit_of(b_vs_all)
         b_s = b_s * gl.expand_dims(b_ks, 1)
     if SOFT_CAP:
         # cap * tanh(s / cap) as 2 * sigmoid(2 s / cap) - 1, which keeps NaN and saturates at both ends; scores are in base 2 already
@@ -313,7 +313,10 @@ def _attend_tile(
         # The maximum above has been a meeting of all warps, and spares one that the compiler would put between the copies' start and this.
         mbarrier.wait(v_bar, phase)
     if PER_TOKEN:
-        b_p = b_p * gl.expand_dims(b_vs, 1)
+        # P times the scale relative to the tile's largest keeps P within fp16, whatever the scales; the values are kept in units of the last tile's.
+        if WGMMA:
+            unit, per_unit = _unit_of(b_vs_all)
+        b_p = b_p * gl.expand_dims(b_vs * per_unit, 1)
         if not FULL and MASK_KV:
             b_p = gl.where(m_seen, b_p, 0.0)  # owned: seen scales
         b_decay = b_decay * (v_unit * per_unit)
