@@ -93,28 +93,24 @@ def _owned_pages(o_page, row_lo, row_hi, S: gl.constexpr, WINDOW: gl.constexpr):
 @gluon.jit
 def _pages_of_tile(
     table_ptr, i_tile, tile_hi, row_lo, row_hi,
-    TILE: gl.constexpr, S: gl.constexpr, SCALES: gl.constexpr, WINDOW: gl.constexpr, BULK: gl.constexpr, lanes: gl.constexpr,
+    TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr, BULK: gl.constexpr, lanes: gl.constexpr,
 ):  # fmt: skip
-    """A tile's page ids, one by one if BULK, else [TILE / S]; if SCALES also its rows [TILE], for their scales, and the page ids of these.
+    """A tile's page ids, one by one if BULK, else [TILE / S].
 
     Entries of pages without an owned row, and of tiles past the last, are not read: they may hold anything.
     """
     wanted = i_tile < tile_hi
     NUM: gl.constexpr = TILE // S
     if NUM <= 1:
-        pages = (gl.load(table_ptr + i_tile * TILE // S, mask=wanted, other=0),)
+        return (gl.load(table_ptr + i_tile * TILE // S, mask=wanted, other=0),)
     elif BULK:
-        pages = ()  # type: ignore[assignment]
+        pages = ()
         for i in gl.static_range(NUM):
             pages += (gl.load(table_ptr + _owned_pages(i_tile * NUM + i, row_lo, row_hi, S, WINDOW), mask=wanted, other=0),)  # type: ignore[assignment]
+        return pages
     else:
         o_page = i_tile * NUM + gl.arange(0, NUM, layout=gl.SliceLayout(1, gl.SliceLayout(2, lanes)))
-        pages = (gl.load(table_ptr + _owned_pages(o_page, row_lo, row_hi, S, WINDOW), mask=wanted, other=0),)
-    if SCALES:
-        o_row = _owned_rows(i_tile * TILE + gl.arange(0, TILE, layout=_scale_layout(lanes)), row_lo, row_hi, WINDOW)
-        return pages, o_row, gl.load(table_ptr + o_row // S, mask=wanted, other=0)
-    else:
-        return pages, i_tile, i_tile
+        return (gl.load(table_ptr + _owned_pages(o_page, row_lo, row_hi, S, WINDOW), mask=wanted, other=0),)
 
 
 @gluon.jit
@@ -142,18 +138,29 @@ def _first_pages(table_ptr, i_tile, row_hi, num_lanes, TILE: gl.constexpr, S: gl
 
 
 @gluon.jit
-def _pages_of_rows(table_ptr, i_tile, tile_hi, row_lo, row_hi, o_n, TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr):
-    """Page ids of a tile's rows `o_n`, for `_load_scales`; 0 past the last tile."""
+def _scale_rows(table_ptr, i_tile, tile_hi, row_lo, row_hi, o_n, TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr):
+    """Where the scales of a tile's rows `o_n` are: rows that are owned, and the page ids of these, 0 past the last tile."""
     o_row = _owned_rows(i_tile * TILE + o_n, row_lo, row_hi, WINDOW)
-    return gl.load(table_ptr + o_row // S, mask=i_tile < tile_hi, other=0)
+    return o_row, gl.load(table_ptr + o_row // S, mask=i_tile < tile_hi, other=0)
 
 
 @gluon.jit
-def _load_scales(words, page, i_tile, tile_hi, row_lo, row_hi, o_n, TILE: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr):
-    """Scales of a tile's rows `o_n`, which lie on pages `page`; 0 past the last tile."""
+def _copied_scale_rows(
+    table_ptr, i_tile, tile_hi, row_lo, row_hi, TILE: gl.constexpr, S: gl.constexpr, SCALES: gl.constexpr, WINDOW: gl.constexpr, lanes: gl.constexpr
+):  # fmt: skip
+    """`_scale_rows` of those that each thread copies, if SCALES."""
+    if SCALES:
+        return _scale_rows(table_ptr, i_tile, tile_hi, row_lo, row_hi, gl.arange(0, TILE, layout=_scale_layout(lanes)), TILE, S, WINDOW)
+    else:
+        return ()
+
+
+@gluon.jit
+def _load_scales(words, rows, wanted, S: gl.constexpr):
+    """The scales that `_scale_rows` has found; 0 where not `wanted`."""
     ptr, stride_p, stride_s = words
-    o_row = _owned_rows(i_tile * TILE + o_n, row_lo, row_hi, WINDOW)
-    return gl.load(ptr + (page.to(gl.int64) * stride_p + o_row % S * stride_s), mask=i_tile < tile_hi, other=0.0)
+    o_row, page = rows
+    return gl.load(ptr + (page.to(gl.int64) * stride_p + o_row % S * stride_s), mask=wanted, other=0.0)
 
 
 @gluon.jit
@@ -175,21 +182,23 @@ def _copy_rows(smem, words, page, slot, ROWS: gl.constexpr, STRIDE: gl.constexpr
 
 
 @gluon.jit
-def _copy_scales(smem, words, page, o_row, S: gl.constexpr):
-    """Start each lane's copies of the scales of rows `o_row`, which lie on pages `page`."""
+def _copy_scales(smem, words, rows, S: gl.constexpr):
+    """Start each lane's copies of the scales that `_scale_rows` has found."""
     ptr, stride_p, stride_s = words
+    o_row, page = rows
     async_copy.async_copy_global_to_shared(smem, ptr + (page.to(gl.int64) * stride_p + o_row % S * stride_s))
 
 
 @gluon.jit
 def _copy_tile(
-    ring, head, i_slot, pages, i_tile, tile_hi, TILE: gl.constexpr, S: gl.constexpr, K_ROW: gl.constexpr, V_ROW: gl.constexpr, SCALES: gl.constexpr,
-    BULK: gl.constexpr, lanes: gl.constexpr,
+    ring, head, i_slot, pages, scale_rows, i_tile, tile_hi, TILE: gl.constexpr, S: gl.constexpr, K_ROW: gl.constexpr, V_ROW: gl.constexpr,
+    SCALES: gl.constexpr, BULK: gl.constexpr, lanes: gl.constexpr,
 ):  # fmt: skip
-    """Start the copies of a tile's K and V, and of their scales if SCALES, from one head of the pages that `_pages_of_tile` found."""
+    """Start the copies of a tile's K and V, and of their scales if SCALES, from one head of the pages that `_pages_of_tile` and
+    `_copied_scale_rows` have found.
+    """
     k_smem, v_smem, k_bars, v_bars, k_scales, v_scales = ring
     k_desc, v_desc, i_h, k_words, v_words, k_scale_words, v_scale_words = head
-    pages, o_row, row_page = pages
     wanted = i_tile < tile_hi
     k_bar = k_bars.index(i_slot)
     v_bar = v_bars.index(i_slot)
@@ -207,8 +216,8 @@ def _copy_tile(
         if wanted:
             # A barrier counts each thread once what it has copied so far is there.
             if SCALES:
-                _copy_scales(k_scales.index(i_slot), k_scale_words, row_page, o_row, S)
-                _copy_scales(v_scales.index(i_slot), v_scale_words, row_page, o_row, S)
+                _copy_scales(k_scales.index(i_slot), k_scale_words, scale_rows, S)
+                _copy_scales(v_scales.index(i_slot), v_scale_words, scale_rows, S)
             if not BULK:
                 _copy_rows(k_smem.index(i_slot), k_words, pages[0], slot, ROWS, K_ROW, lanes)
             async_copy.mbarrier_arrive(k_bar, increment_count=False)
@@ -225,9 +234,11 @@ def _first_copies(
     """Start the copies of the first STAGES - 1 tiles into the slots from `i_slot` on; of a sequence's own first ones if WHOLE, which has no window."""
     found = ()
     for i in gl.static_range(STAGES - 1):
-        pages, o_row, row_page = _pages_of_tile(table_ptr, tile_lo + i, tile_hi, row_lo, row_hi, TILE, S, SCALES, WINDOW, BULK, lanes)
         if WHOLE:
             pages = _first_pages(table_ptr, tile_lo + i, row_hi, num_lanes, TILE, S, BULK, lanes)
-        found += ((pages, o_row, row_page),)  # type: ignore[assignment]
+        else:
+            pages = _pages_of_tile(table_ptr, tile_lo + i, tile_hi, row_lo, row_hi, TILE, S, WINDOW, BULK, lanes)
+        found += ((pages, _copied_scale_rows(table_ptr, tile_lo + i, tile_hi, row_lo, row_hi, TILE, S, SCALES, WINDOW, lanes)),)  # type: ignore[assignment]
     for i in gl.static_range(STAGES - 1):
-        _copy_tile(ring, head, (i_slot + i) % STAGES, found[i], tile_lo + i, tile_hi, TILE, S, K_ROW, V_ROW, SCALES, BULK, lanes)
+        pages, scale_rows = found[i]  # type: ignore[var-annotated]
+        _copy_tile(ring, head, (i_slot + i) % STAGES, pages, scale_rows, tile_lo + i, tile_hi, TILE, S, K_ROW, V_ROW, SCALES, BULK, lanes)

@@ -15,13 +15,14 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from atoll.ops.attention.gluon_copies_sm90 import (
+    _copied_scale_rows,
     _copy_tile,
     _first_copies,
     _head,
     _load_scales,
     _make_ring,
-    _pages_of_rows,
     _pages_of_tile,
+    _scale_rows,
     lane_layout,
     program_barrier,
 )
@@ -487,11 +488,11 @@ def _attend_tiles(
     b_vs = b_ks
     b_vs_all = gl.zeros([TILE], gl.float32, all_layout)
     if APART:
-        page = _pages_of_rows(table_ptr, tile_lo, tile_hi, row_lo, row_hi, o_n, TILE, S, WINDOW)
-        page_all = _pages_of_rows(table_ptr, tile_lo, tile_hi, row_lo, row_hi, o_all, TILE, S, WINDOW)
-        b_ks = _load_scales(k_scale_words, page, tile_lo, tile_hi, row_lo, row_hi, o_n, TILE, S, WINDOW)
-        b_vs = _load_scales(v_scale_words, page, tile_lo, tile_hi, row_lo, row_hi, o_n, TILE, S, WINDOW)
-        b_vs_all = _load_scales(v_scale_words, page_all, tile_lo, tile_hi, row_lo, row_hi, o_all, TILE, S, WINDOW)
+        rows = _scale_rows(table_ptr, tile_lo, tile_hi, row_lo, row_hi, o_n, TILE, S, WINDOW)
+        all_rows = _scale_rows(table_ptr, tile_lo, tile_hi, row_lo, row_hi, o_all, TILE, S, WINDOW)
+        b_ks = _load_scales(k_scale_words, rows, tile_lo < tile_hi, S)
+        b_vs = _load_scales(v_scale_words, rows, tile_lo < tile_hi, S)
+        b_vs_all = _load_scales(v_scale_words, all_rows, tile_lo < tile_hi, S)
     tops = 0
     if not WGMMA:
         # Apart from what other exchanges take, which would have to wait for it.
@@ -508,11 +509,12 @@ def _attend_tiles(
             part_hi = full_lo if PART == 0 else (full_hi if PART == 1 else tile_hi)
             for i_tile in range(part_lo, part_hi):
                 if APART:
-                    page = _pages_of_rows(table_ptr, i_tile + 1, tile_hi, row_lo, row_hi, o_n, TILE, S, WINDOW)
-                    page_all = _pages_of_rows(table_ptr, i_tile + 1, tile_hi, row_lo, row_hi, o_all, TILE, S, WINDOW)
+                    rows = _scale_rows(table_ptr, i_tile + 1, tile_hi, row_lo, row_hi, o_n, TILE, S, WINDOW)
+                    all_rows = _scale_rows(table_ptr, i_tile + 1, tile_hi, row_lo, row_hi, o_all, TILE, S, WINDOW)
                 i_next = i_tile + STAGES - 1
                 if PART != 2:
-                    pages = _pages_of_tile(table_ptr, i_next, tile_hi, row_lo, row_hi, TILE, S, SCALES, WINDOW, BULK, lanes)
+                    pages = _pages_of_tile(table_ptr, i_next, tile_hi, row_lo, row_hi, TILE, S, WINDOW, BULK, lanes)
+                    scale_rows = _copied_scale_rows(table_ptr, i_next, tile_hi, row_lo, row_hi, TILE, S, SCALES, WINDOW, lanes)
                 k_tile = k_smem.index(i_slot).reshape([TILE, W])
                 mbarrier.wait(k_bars.index(i_slot), phase)
                 if SCALES:
@@ -524,11 +526,11 @@ def _attend_tiles(
                     # Every warp is past its reads of the tile before: its place can be filled, while the products above are on their way.
                     program_barrier()
                     free = gl.where(i_slot == 0, STAGES - 1, i_slot - 1)
-                    _copy_tile(ring, head, free, pages, i_next, tile_hi, TILE, S, K_ROW, V_ROW, SCALES, BULK, lanes)
+                    _copy_tile(ring, head, free, pages, scale_rows, i_next, tile_hi, TILE, S, K_ROW, V_ROW, SCALES, BULK, lanes)
                 if APART:
-                    next_ks = _load_scales(k_scale_words, page, i_tile + 1, tile_hi, row_lo, row_hi, o_n, TILE, S, WINDOW)
-                    next_vs = _load_scales(v_scale_words, page, i_tile + 1, tile_hi, row_lo, row_hi, o_n, TILE, S, WINDOW)
-                    next_vs_all = _load_scales(v_scale_words, page_all, i_tile + 1, tile_hi, row_lo, row_hi, o_all, TILE, S, WINDOW)
+                    next_ks = _load_scales(k_scale_words, rows, i_tile + 1 < tile_hi, S)
+                    next_vs = _load_scales(v_scale_words, rows, i_tile + 1 < tile_hi, S)
+                    next_vs_all = _load_scales(v_scale_words, all_rows, i_tile + 1 < tile_hi, S)
                 acc0, acc1, p_sum, b_max, v_unit = _attend_tile(
                     acc0, acc1, p_sum, b_max, v_unit, b_s, q_scale, b_ks, b_vs, b_vs_all, soft_cap, k_tile,
                     v_smem.index(i_slot).reshape([TILE, W]), v_bars.index(i_slot), phase, tops, nan_seen, v_words, table_ptr, i_tile, row_lo, row_hi,
