@@ -154,6 +154,9 @@ def test_candidates_are_tunings_of_both_kinds() -> None:
     found = gluon_decode_sm90.candidates(SPEC, BatchShape(16, 16384, 132))
     assert {config.num_programs for config in found} == {0, 33, 66, 132, 264, 528}
     assert len({config.num_splits for config in found if not config.num_programs}) > 2
+    # Whatever tile is the usual one.
+    for batch, seq_len in ((16, 16384), (64, 4096), (256, 1024)):
+        assert {config.tile for config in gluon_decode_sm90.candidates(SPEC, BatchShape(batch, seq_len, 132))} == {32, 64, 128}
     few = gluon_decode_sm90.candidates(SPEC, BatchShape(1, 100, 132))
     assert max(config.num_programs for config in few) <= 4 * SPEC.num_kv_heads  # four tiles of 32 a head
     assert {config.num_programs for config in gluon_decode_sm90.candidates(replace(SPEC, batch_invariant=True), BatchShape(16, 16384, 132))} == {0}

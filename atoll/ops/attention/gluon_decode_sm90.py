@@ -39,7 +39,7 @@ MAX_QUERY_VALUES = 32 * 256
 MAX_REGISTER_ROWS = 16
 MIN_WGMMA_HEAD_DIM = 128
 MAX_NARROW_ROWS = 32
-# TMA copies a tile of so many pages at most: it takes 5 to 10 % less time than the lanes where a tile is one page, and for each page all warps meet.
+# TMA copies a tile of so many pages at most: it takes 1 to 10 % less time than the lanes where a tile is one page, and for each page all warps meet.
 MAX_BULK_PAGES = 2
 # Lengths that a program of the balanced kernel holds in registers.
 MAX_BALANCED_BATCH = 1024
@@ -122,7 +122,7 @@ def _prefers_half_tiles(spec: DecodeSpec, shape: BatchShape) -> bool:
         if num_tiles <= 16:
             return programs > 2 * shape.num_sms
         return spec.page_size >= 64 and 1.5 * shape.num_sms < programs <= 2 * shape.num_sms
-    # 64 x 4096 in 118.3 us, 119.3; 256 x 1024 111.2, 114.4; but with 4 KV heads fewer or splits 0.3 to 20 % more.
+    # 64 x 4096 in 118.3 us, 119.3; 256 x 1024 111.2, 114.4; but up to 23 % more where sequences are split.
     return 0.9 * shape.num_sms <= programs and (programs <= shape.num_sms or num_tiles <= 64)
 
 
@@ -144,21 +144,31 @@ def _wide_config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
 
 def candidates(spec: DecodeSpec, shape: BatchShape) -> list[DecodeConfig]:
     """Tunings that may beat `config`'s at a batch shape, for `bench decode --tune`: prefetching or not, other splits, one balanced launch, and the last
-    two also in smaller and larger tiles.
+    two in each tiling too.
     """
     base = config(spec, shape)
-    # Half a tile starts sooner, and two warps of one are half as long at their meetings.
-    small = [replace(base, tile=32, num_warps=2, num_stages=4)] if block_rows(spec) == 8 and not spec.batch_invariant else []
-    # Eight warps share a tile twice as long, if half of the head dimension fills them.
-    wide = [replace(base, tile=128, num_warps=8)] if is_fp8(spec.kv_format) and spec.head_dim == 256 and base.tile == 64 else []
     found = [replace(base, prefetch=not base.prefetch)]
-    for usual in (base, *small, *wide):
+    for usual in _tilings(spec, base):
         tiles = max(1, shape.batch * spec.num_kv_heads * row_blocks(spec)) * triton_decode.max_tiles(spec, shape, usual.tile)
         slots = [int(shape.num_sms * waves) for waves in (0.25, 0.5, 1, 2, *((4,) if usual.tile < 64 else ()))]
         splits = {triton_decode.choose_num_splits(spec, shape, usual.tile, n) for n in slots}
         programs = {min(n, tiles) for n in slots} if can_balance(spec, shape.batch) and not uses_wgmma(spec) else set()
         found += [replace(usual, num_splits=n) for n in sorted(splits)]
         found += [one_launch(spec, usual, n) for n in sorted(programs)]
+    return found
+
+
+def _tilings(spec: DecodeSpec, base: DecodeConfig) -> list[DecodeConfig]:
+    """`base`, and with the tiles, warps and stages that may be better than its own."""
+    found = [base]
+    if not spec.batch_invariant:
+        found.append(replace(base, tile=64, num_warps=4, num_stages=3))
+        if block_rows(spec) == 8:
+            # Half a tile starts sooner, and two warps of one are half as long at their meetings.
+            found += [replace(base, tile=32, num_warps=2, num_stages=stages) for stages in (3, 4)]
+    if is_fp8(spec.kv_format) and spec.head_dim == 256:
+        # Eight warps share a tile twice as long, if half of the head dimension fills them.
+        found.append(replace(base, tile=128, num_warps=8, num_stages=3))
     return found
 
 
@@ -178,13 +188,14 @@ def uses_wgmma(spec: DecodeSpec) -> bool:
     return spec.query_len * spec.group_size > MAX_REGISTER_ROWS and spec.head_dim >= MIN_WGMMA_HEAD_DIM
 
 
-def _shares_memory(spec: DecodeSpec, cfg: DecodeConfig, batch: int, num_sms: int) -> bool:
+def _shares_memory(spec: DecodeSpec, cfg: DecodeConfig, batch: int, device: torch.device) -> bool:
     """Whether scales of tokens in shared memory would keep a call's second program off a multiprocessor.
 
     Four drafts, page 16: 256 x 16384 in 1421 us with them there and 1249 without, but 1 x 65536, one program each, in 30.5 and 38.1.
     """
-    programs = cfg.num_programs or batch * spec.num_kv_heads * row_blocks(spec) * cfg.num_splits
-    return uses_wgmma(spec) and spec.head_dim == 256 and cfg.tile == 64 and programs > num_sms
+    if not (uses_wgmma(spec) and spec.head_dim == 256 and cfg.tile == 64):
+        return False
+    return (cfg.num_programs or batch * spec.num_kv_heads * row_blocks(spec) * cfg.num_splits) > num_sms(device)
 
 
 def block_rows(spec: DecodeSpec) -> int:
@@ -253,7 +264,7 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         "V_ROW": 2 * cache.v.stride(2),
         "FP8": is_fp8(spec.kv_format),
         "PER_TOKEN": per_token,
-        "SCALES": per_token and not _shares_memory(spec, cfg, plan.batch, num_sms(q.device)),
+        "SCALES": per_token and not _shares_memory(spec, cfg, plan.batch, q.device),
         "CAUSAL": spec.causal,
         "WINDOW": spec.window is not None,
         "SOFT_CAP": spec.soft_cap is not None,
