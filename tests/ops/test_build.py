@@ -14,6 +14,7 @@ from tests.kit.build import (
     TARGETS,
     Cost,
     Launch,
+    alone_launches,
     append_launches,
     balanced_launches,
     build_costs,
@@ -56,6 +57,12 @@ GLUON = {
     "gluon fp8_tensor p64 d256 unmasked": spec("fp8_tensor", 64, 256, 8, mask_unowned_kv=False),
 }
 
+# The same for calls whose programs each find a multiprocessor of their own: one slot more, and many.
+ALONE = {
+    "alone fp8_tensor p64 d256 rows 8": spec("fp8_tensor", 64, 256, 8),
+    "alone fp8_tensor p64 d64 rows 8": spec("fp8_tensor", 64, 64, 8),
+}
+
 # Its kernel of one launch.
 ONE_LAUNCH = {
     "one launch fp8_tensor p64 d256 rows 8": spec("fp8_tensor", 64, 256, 8),
@@ -64,6 +71,9 @@ ONE_LAUNCH = {
 
 # Warps so few that their registers do not hold 128 x 256 fp32 accumulators, and no fewer: the compilers take the longer the more they spill.
 MADE_TO_SPILL = {"sm_90": 2, "gfx942": 1}
+
+# What a program may take for two to fit: the hardware keeps 1 KiB of each for itself.
+HALF_SM_BYTES = 228 * 1024 // 2 - 1024
 
 MERGE = spec("bf16", 64, 256, 8, window=1 << 16, sinks=True)
 
@@ -84,6 +94,7 @@ def builds() -> Iterator[Builds]:
     jobs = [(name, decode_launches, spec) for name, spec in DECODE.items()] + [(name, append_launches, spec) for name, spec in APPEND.items()]
     builds = {(name, target): submit(launches_of, spec, target) for target in TARGETS for name, launches_of, spec in jobs}
     builds |= {(name, "sm_90"): submit(gluon_launches, spec, "sm_90") for name, spec in GLUON.items()}
+    builds |= {(name, "sm_90"): submit(alone_launches, spec, "sm_90") for name, spec in ALONE.items()}
     builds |= {(name, "sm_90"): submit(balanced_launches, spec, "sm_90") for name, spec in ONE_LAUNCH.items()}
     builds |= {("merge", target): submit(merge_launches, MERGE, target) for target in TARGETS}
     for target, num_warps in MADE_TO_SPILL.items():
@@ -122,8 +133,23 @@ def test_the_hopper_kernel_builds_without_spills(name: str, builds: Builds, reco
 
 @pytest.mark.parametrize("name", ["gluon fp8_tensor p16 d256 rows 8", "gluon fp8_tensor p64 d256 rows 128"])
 def test_two_programs_find_room_on_an_sm(name: str, builds: Builds) -> None:
-    """As the tuning counts on where each has more than a few tiles; the hardware keeps 1 KiB of each for itself."""
-    assert min(cost.shared_bytes for cost in builds[name, "sm_90"].result() if cost.kernel == "decode_hopper_kernel") <= 228 * 1024 // 2 - 1024
+    """As the tuning counts on where each has more than a few tiles."""
+    assert min(cost.shared_bytes for cost in builds[name, "sm_90"].result() if cost.kernel == "decode_hopper_kernel") <= HALF_SM_BYTES
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_two_programs_of_a_small_call_do_not(name: str, builds: Builds) -> None:
+    """They would come to share one while another idles."""
+    [cost] = builds[name, "sm_90"].result()
+    assert cost.fault is None
+    assert cost.shared_bytes > HALF_SM_BYTES
+
+
+def test_a_call_is_small_up_to_a_program_for_each_multiprocessor() -> None:
+    """Two sequences of two heads in four splits."""
+    for num_sms, alone in ((16, True), (15, False)):
+        [launch] = alone_launches(spec("fp8_tensor", 64, 256, 8), "sm_90", num_sms)
+        assert launch.arguments["ALONE"] is alone
 
 
 @pytest.mark.parametrize("name", ONE_LAUNCH)

@@ -181,7 +181,7 @@ def decode_balanced_kernel(
     batch_layout: gl.constexpr = gl.BlockedLayout([BATCH // 32], [32], [NUM_WARPS], [0])
     lanes: gl.constexpr = lane_layout(TILE, S, W, NUM_WARPS)
     i_p = gl.program_id(0)
-    ring = _make_ring(k_desc, v_desc, TILE, W, SCALES, STAGES, NUM_WARPS, BULK)
+    ring = _make_ring(k_desc, v_desc, TILE, W, SCALES, STAGES, NUM_WARPS, BULK, False)
     if PDL:
         i_p = _dependent_launch(i_p)
 

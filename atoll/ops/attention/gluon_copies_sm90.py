@@ -12,6 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 # Of all threads of a program. Triton 3.7 gave it another name.
 program_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
+# Of the 228 KiB of a multiprocessor, 1 KiB of each program's is the system's, and 1 KiB or more are exchanges of its warps.
+_HALF_SM_BYTES = 112 << 10
+
 
 @gluon.constexpr_function
 def lane_layout(tile, page_size, width, num_warps):
@@ -28,12 +31,20 @@ def _scale_layout(lanes):
     return gl.BlockedLayout([1], [32], [page_warps * row_warps], [0])
 
 
+@gluon.constexpr_function
+def _spare_slots(tile, width, stages, alone):
+    """Slots of K that no tile comes into: if `alone` as many as it takes for two programs not to fit a multiprocessor, with the little that each has beside."""
+    slot = 2 * tile * width
+    return max(0, -(-_HALF_SM_BYTES // slot) - 2 * stages) if alone else 0
+
+
 @gluon.jit
 def _make_ring(
-    k_desc, v_desc, TILE: gl.constexpr, W: gl.constexpr, SCALES: gl.constexpr, STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, BULK: gl.constexpr
+    k_desc, v_desc, TILE: gl.constexpr, W: gl.constexpr, SCALES: gl.constexpr, STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, BULK: gl.constexpr,
+    ALONE: gl.constexpr,
 ):  # fmt: skip
     """Shared memory for STAGES tiles of K and of V, the barriers of their copies, and the tiles' scales if SCALES."""
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, TILE, W], k_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES + _spare_slots(TILE, W, STAGES, ALONE), 1, 1, TILE, W], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, TILE, W], v_desc.layout)
     k_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -41,6 +41,9 @@ MIN_WGMMA_HEAD_DIM = 128
 MAX_NARROW_ROWS = 32
 # TMA copies a tile of so many pages at most: it takes 1 to 10 % less time than the lanes where a tile is one page, and for each page all warps meet.
 MAX_BULK_PAGES = 2
+# What a thread may take. Shared memory, and not registers, is what decides how many programs a multiprocessor holds; left alone, the compiler may stop at 96
+# (bf16, page 128, 16 x 1024 in 8.5 us, 7.7 with 128).
+MAX_REGISTERS = 255
 # Lengths that a program of the balanced kernel holds in registers.
 MAX_BALANCED_BATCH = 1024
 _TMA_ALIGN_BYTES = 16
@@ -96,24 +99,34 @@ def _tiles_and_splits(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
         # A fixed share per program, and two splits at least, as in triton_decode.
         return DecodeConfig(64, max(2, -(-triton_decode.max_tiles(spec, shape, 64) // 16)), 16, 4, 3)
     programs = max(1, shape.batch * spec.num_kv_heads * row_blocks(spec))
-    # Two programs an SM hide each other's barriers (256 x 16384 in 956 us, 968 for one; 16 x 16384 68.4, 71.1), but twice the splits cost more to merge where
-    # each has few tiles: 1 x 65536 in 22.6 us for one, 25.0 for two; 4 x 4096 8.1, 9.1; 16 x 1024 8.4, 8.7. More than 3 stages bring nothing there (22.7,
-    # 9.4, 9.6).
     tiles_per_sm = programs * triton_decode.max_tiles(spec, shape, 64) / shape.num_sms
-    if 0.9 * shape.num_sms <= programs <= shape.num_sms and _shares_long_tiles(spec, tiles_per_sm):
+    if 0.9 * shape.num_sms <= programs <= shape.num_sms:
         # One program an SM takes a whole sequence, and nothing is merged.
-        return DecodeConfig(128, 1, 0, 8, 3)
+        if _shares_long_tiles(spec, tiles_per_sm):
+            return DecodeConfig(128, 1, 0, 8, 3)
+        if _has_usual_heads(spec) and spec.page_size >= 32:
+            # 64 x 1024 in 17.0 us, 17.3 on tiles of 128; 64 x 4096 62.4, 64.6; 64 x 16384 236, 241, and 238 in two splits.
+            return DecodeConfig(64, 1, 0, 4, 3)
     if spec.head_dim == 64 and is_fp8(spec.kv_format) and block_rows(spec) <= MAX_REGISTER_ROWS and tiles_per_sm > 16:
         # 32 rows of V's pairs are those of two warps: 64 x 4096 with 8 KV heads in 65.2 us, 74.3 with four warps of which two compute the same twice. Of more
         # query rows two warps spill.
         return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, 4 * shape.num_sms), 0, 2, 3)
-    slots = (2 if tiles_per_sm > 16 else 1) * shape.num_sms // row_blocks(spec)
+    # Two programs an SM hide each other's barriers (256 x 16384 in 956 us, 968 for one; 16 x 65536 239.2, 239.9), but twice the splits cost more to merge where
+    # each has few tiles: 1 x 65536 in 20.2 us for one, 21.6 for two; 16 x 1024 6.4, 7.0; of fp8_tensor and larger pages 16 x 16384 64.2 to 64.4 and 64.8 to
+    # 65.1, of page 16 68.1 and 67.4.
+    few = 64 if spec.kv_format == "fp8_tensor" and spec.page_size >= 32 and _has_usual_heads(spec) else 16
+    slots = (2 if tiles_per_sm > few else 1) * shape.num_sms // row_blocks(spec)
     return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, slots), 0, 4, 3)
+
+
+def _has_usual_heads(spec: DecodeSpec) -> bool:
+    """Those of the models that were measured, without drafts."""
+    return spec.head_dim == 256 and block_rows(spec) == 8
 
 
 def _prefers_half_tiles(spec: DecodeSpec, shape: BatchShape) -> bool:
     """Whether programs of two warps are quicker, each on half a tile, which take half the shared memory: programs of the next call find room beside them."""
-    if spec.batch_invariant or spec.head_dim != 256 or block_rows(spec) != 8:
+    if spec.batch_invariant or not _has_usual_heads(spec):
         return False
     programs = shape.batch * spec.num_kv_heads
     num_tiles = triton_decode.max_tiles(spec, shape, 64)
@@ -131,8 +144,10 @@ def _shares_long_tiles(spec: DecodeSpec, tiles_per_sm: float) -> bool:
     if uses_wgmma(spec):
         # Four drafts 64 x 1024 in 24.1 us, 24.7 for two programs; 64 x 4096 74.9, 76.3, but with a scale per token 85.7, 78.9; 64 x 16384 301, 260.
         return spec.head_dim == 256 and tiles_per_sm <= (64 if spec.kv_format == "fp8_tensor" and spec.page_size >= 32 else 16)
-    # Page 16: 64 x 4096 in 65.8 us, 66.8; 64 x 16384 247, 244.
-    return block_rows(spec) == 8 and (spec.page_size >= 32 or tiles_per_sm <= 64)
+    if spec.page_size < 32:
+        # 64 x 4096 in 65.8 us, 66.7; 64 x 16384 247, 242.
+        return block_rows(spec) == 8 and tiles_per_sm <= 64
+    return block_rows(spec) == 8 and spec.head_dim < 256
 
 
 def _wide_config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
@@ -193,9 +208,11 @@ def _shares_memory(spec: DecodeSpec, cfg: DecodeConfig, batch: int, device: torc
 
     Four drafts, page 16: 256 x 16384 in 1421 us with them there and 1249 without, but 1 x 65536, one program each, in 30.5 and 38.1.
     """
-    if not (uses_wgmma(spec) and spec.head_dim == 256 and cfg.tile == 64):
-        return False
-    return (cfg.num_programs or batch * spec.num_kv_heads * row_blocks(spec) * cfg.num_splits) > num_sms(device)
+    return uses_wgmma(spec) and spec.head_dim == 256 and cfg.tile == 64 and _num_programs(spec, cfg, batch) > num_sms(device)
+
+
+def _num_programs(spec: DecodeSpec, cfg: DecodeConfig, batch: int) -> int:
+    return cfg.num_programs or batch * spec.num_kv_heads * row_blocks(spec) * cfg.num_splits
 
 
 def block_rows(spec: DecodeSpec) -> int:
@@ -277,7 +294,7 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         "BULK": cfg.tile <= MAX_BULK_PAGES * spec.page_size,
         "PDL": has_dependent_launch(q.device),
         "num_warps": cfg.num_warps,
-        **launch_options(q.device, cfg.max_registers),
+        **launch_options(q.device, cfg.max_registers or MAX_REGISTERS),
     }
     if cfg.num_programs:
         decode_balanced_kernel[(cfg.num_programs,)](
@@ -286,11 +303,14 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
         )  # fmt: skip
         return
     split = cfg.num_splits > 1
+    # Else two of them may come to share a multiprocessor while another idles, where they find the room that the call before has left, and so the next call's:
+    # fp8_token 16 x 1024 in 7.6 us, and in 8.2 to 9.0 with room for two.
+    alone = split and _num_programs(spec, cfg, plan.batch) <= num_sms(q.device)
     grid = (spec.num_kv_heads * row_blocks(spec), plan.batch, cfg.num_splits)
     decode_hopper_kernel[grid](
         out, lse, plan.partial_o, plan.partial_lse, *inputs, cfg.num_splits, cfg.tiles_per_split,
         cache.k, cache.v, kv.num_pages, plan.page_table.shape[1], *cache.k_strides, *cache.v_strides, *strides,
-        SPLIT=split, PREFETCH=cfg.prefetch and cache.dense and variant["PDL"], **variant,
+        SPLIT=split, ALONE=alone, PREFETCH=cfg.prefetch and cache.dense and variant["PDL"], **variant,
     )  # fmt: skip
     if split:
         combine(out, lse, plan, sinks)

@@ -726,6 +726,7 @@ def decode_hopper_kernel(
     NUM_WARPS: gl.constexpr,
     WGMMA: gl.constexpr,
     BULK: gl.constexpr,  # copies by TMA, page by page; else lane by lane
+    ALONE: gl.constexpr,  # two programs must not share a multiprocessor
     PREFETCH: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -742,7 +743,7 @@ def decode_hopper_kernel(
     first_m = gl.program_id(0) % ROW_BLOCKS * M
     i_b = gl.program_id(1)
     i_s = gl.program_id(2)
-    ring = _make_ring(k_desc, v_desc, TILE, W, SCALES, STAGES, NUM_WARPS, BULK)
+    ring = _make_ring(k_desc, v_desc, TILE, W, SCALES, STAGES, NUM_WARPS, BULK, ALONE)
     if PREFETCH:
         _prefetch_first_tile(
             k_ptr, v_ptr, stride_k_p, stride_k_h, stride_v_p, stride_v_h, num_pages, seq_lens_ptr, page_table_ptr, stride_table_b, num_lanes, i_b, i_h, i_s,
