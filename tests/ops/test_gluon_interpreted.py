@@ -160,12 +160,11 @@ FENCE = "        fence_async_shared()\n"
 MEETING = "        program_barrier()\n"
 UNFENCED = "a product of shared memory that threads stored to, with no fence_async_shared since"
 UNMET = "a product of shared memory that threads stored to, with no program_barrier after the fence since"
-READ_V = "_read_values(v_tile, H, FP8, a_layout)\n"
-WAIT_SCORES = "        b_s = warpgroup_mma_wait(0, [b_s])\n"
+WAIT_SCORES = "        b_s = warpgroup_mma_wait(0, [b_s])\n    b_s = b_s * "
 WAIT_K = "mbarrier.wait(k_bars.index(i_slot), phase)"
 WAIT = "mbarrier.wait(v_bar, phase)"
 WAIT_V = f"between the copies' start and this.\n        {WAIT}"
-WAIT_V_EARLY = f"are on their way.\n            {WAIT}"
+WAIT_V_EARLY = f"if WAIT_EARLY:\n        {WAIT}"
 MEET = Edit(" " * 20 + "program_barrier()", " " * 20 + "pass")
 COPIES = "gluon_copies_sm90.py"
 UNSAFE = "was read since the last program_barrier"
@@ -179,7 +178,7 @@ FAULTS = {
     "no meeting of products": Fault(WIDE_GROUPED, (MEET,), UNSAFE),
     "no wait for K": Fault(WIDE_GROUPED, (Edit(WAIT_K, "pass"),), IN_FLIGHT),
     "no wait for V that is read early": Fault(GROUPED, (Edit(WAIT_V_EARLY, WAIT_V_EARLY.replace(WAIT, "pass")),), IN_FLIGHT),
-    "no wait for scores": Fault(GROUPED, (Edit(READ_V + WAIT_SCORES, READ_V),), "a product in flight is used as a value"),
+    "no wait for scores": Fault(GROUPED, (Edit(WAIT_SCORES, "    b_s = b_s * "),), "a product in flight is used as a value"),
     "no wait for values": Fault(GROUPED, (Edit("warpgroup_mma_wait(0, [acc0, acc1])", "acc0, acc1"),), "a product in flight is used as a value"),
     "no fence of q": Fault(GROUPED, (Edit(STORE_Q + FENCE, STORE_Q),), UNFENCED),
     "no barrier of q": Fault(GROUPED, (Edit(FENCE + MEETING, FENCE),), UNMET),

@@ -93,6 +93,8 @@ HOPPER_DRAFTS = Case(hopper_spec(query_len=3), (3, 17, 66, 150))
 HOPPER_WINDOW = Case(hopper_spec(query_len=3, window=70), (3, 17, 66, 150))
 # A warpgroup multiplies: 24 query rows.
 HOPPER_GROUPED = Case(spec("fp8_tensor", num_q_heads=8, head_dim=128, query_len=3, window=70), (3, 17, 66, 150))
+UNCLEARED = ("gl.where(gl.expand_dims(m_v, 1), b_v, 0)", "b_v")
+UNSEEN = ("_holds_nan(right, FP8, BF16)", "_holds_nan(right, FP8, BF16) & False")
 HOPPER_WIDE_GROUPED = Case(spec("bf16", num_q_heads=8, head_dim=128, query_len=3), (3, 17, 66))
 
 # What a table's hostile entries name is not among these: on a GPU the copies' engine reads zeros beyond the pool, and a load of a scale there would end the
@@ -107,12 +109,12 @@ GLUON = [
     gluon("wide values", "_keep(m_v, v1)", "v1", HOPPER_WIDE, why="second half"),
     gluon("drafts", "i_row <= o_position if CAUSAL else o_position == o_position", "o_position == o_position", HOPPER_DRAFTS, "control"),
     gluon("windows of drafts", "(i_row > o_position - window)", "(o_position == o_position)", HOPPER_WINDOW, "control"),
-    gluon("seen values", "nan_seen | found", "nan_seen | (found & (row_hi < 0))", HOPPER_DRAFTS, "control"),
-    gluon("seen values left of a window", "nan_seen | found", "nan_seen | (found & (row_hi < 0))", HOPPER_WINDOW, "control"),
-    gluon("values", "_keep(m_v, v0)", "v0", HOPPER_GROUPED, why="of a warpgroup"),
-    gluon("wide values", "_keep(m_v, v1)", "v1", HOPPER_WIDE_GROUPED, why="of a warpgroup"),
+    gluon("seen values", *UNSEEN, HOPPER_DRAFTS, "control"),
+    gluon("seen values left of a window", "nan_seen | _holds_nan(left, FP8, BF16)", "nan_seen", HOPPER_WINDOW, "control"),
+    gluon("values of a warpgroup", *UNCLEARED, HOPPER_GROUPED),
+    gluon("values of a warpgroup", *UNCLEARED, HOPPER_WIDE_GROUPED, why="of 16 bits"),
     gluon("windows of drafts", "(i_row > o_position - window)", "(o_position == o_position)", HOPPER_GROUPED, "control", why="of a warpgroup"),
-    gluon("seen values", "nan_seen | found", "nan_seen | (found & (row_hi < 0))", HOPPER_WIDE_GROUPED, "control", why="of a warpgroup"),
+    gluon("seen values", *UNSEEN, HOPPER_WIDE_GROUPED, "control", why="of a warpgroup"),
     gluon("left edge", "(common_lo + TILE - 1) // TILE", "common_lo // TILE", Case(hopper_spec(window=100), (1, 150, 200))),
     gluon("right edge", "common_hi // TILE", "(common_hi + TILE - 1) // TILE", HOPPER_PLAIN),
     # To the end and the beginning of a page that holds an owned row.

@@ -109,16 +109,15 @@ def _load_masked_values(v_tile, m_v, H: gl.constexpr, FP8: gl.constexpr, MASK: g
 
 @gluon.jit
 def _multiply_keys(
-    k_tile, q0, q1, FULL: gl.constexpr, M: gl.constexpr, H: gl.constexpr, TILE: gl.constexpr, FP8: gl.constexpr, WGMMA: gl.constexpr, mma: gl.constexpr
+    k_tile, q0, q1, BOTH: gl.constexpr, M: gl.constexpr, H: gl.constexpr, TILE: gl.constexpr, FP8: gl.constexpr, WGMMA: gl.constexpr, mma: gl.constexpr
 ):  # fmt: skip
-    """A tile of K in shared memory times q, [TILE, M]; with WGMMA to be waited for."""
+    """A tile of K in shared memory times q, [TILE, M]; with WGMMA to be waited for, and BOTH halves in flight at once."""
     a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     b_s = gl.zeros([TILE, M], gl.float32, mma)
     k0, k1 = _load_keys(k_tile, H, FP8, a_layout)
     if WGMMA:
         b_s = warpgroup_mma(k0, q0.permute((1, 0)), b_s, is_async=True)
-        if not FULL:
-            # One half after the other: the masks beside take registers.
+        if not BOTH:
             b_s = warpgroup_mma_wait(0, [b_s])
             k0, k1 = _load_keys(k_tile, H, FP8, a_layout)
         return warpgroup_mma(k1, q1.permute((1, 0)), b_s, is_async=True)
@@ -143,19 +142,19 @@ def _multiply_values(v0, v1, b_p, acc0, acc1, FP8: gl.constexpr, WGMMA: gl.const
 
 
 @gluon.jit
-def _multiply_masked_values(
-    v_tile, m_v, b_p, acc0, acc1, H: gl.constexpr, FP8: gl.constexpr, MASK: gl.constexpr, WGMMA: gl.constexpr, a_layout: gl.constexpr
-):  # fmt: skip
-    """V in shared memory times P added to the two halves of the sum; with MASK zeros in place of rows where not `m_v` [N]."""
-    v0, v1 = _load_masked_values(v_tile, m_v, H, FP8, MASK, a_layout)
-    if WGMMA:
-        # One half after the other: the masks beside take registers.
-        program_barrier()
-        acc0 = warpgroup_mma_wait(0, [warpgroup_mma(v0, b_p, acc0, is_async=True)])
-        v0, v1 = _load_masked_values(v_tile, m_v, H, FP8, MASK, a_layout)
-        return acc0, warpgroup_mma_wait(0, [warpgroup_mma(v1, b_p, acc1, is_async=True)])
-    else:
-        return mma_v2(v0, b_p, acc0), mma_v2(v1, b_p, acc1)
+def _clear_values(v_tile, i_tile, value_lo, value_hi, WINDOW: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """Put zeros in place of a tile's values outside rows [value_lo, value_hi), in shared memory."""
+    TILE: gl.constexpr = v_tile.shape[0]
+    W: gl.constexpr = v_tile.shape[1]
+    # Words of 32 bits, four a lane.
+    words = v_tile._reinterpret(gl.int32, [TILE, W // 2], gl.NVMMASharedLayout(128, 32, 2))
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [256 // W, W // 8], [NUM_WARPS, 1], [1, 0])
+    o_v = i_tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
+    m_v = o_v < value_hi
+    if WINDOW:
+        m_v = m_v & (o_v >= value_lo)
+    b_v = words.load(layout)
+    words.store(gl.where(gl.expand_dims(m_v, 1), b_v, 0))  # owned: values of a warpgroup
 
 
 @gluon.jit
@@ -274,11 +273,22 @@ def _attend_tile(
     b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     M: gl.constexpr = q_scale.shape[0]
     H: gl.constexpr = acc0.shape[0]
+    value_lo = row_lo
+    value_hi = row_hi
+    if not FULL and MULTI_QUERY and MASK_KV:
+        # A row that one query token sees may hold NaN, and another that does not see it must not meet it: 0 * NaN. Then such rows are added by themselves.
+        value_lo = gl.where(nan_seen, common_lo, row_lo)
+        value_hi = gl.where(nan_seen, common_hi, row_hi)
+    # While the products are on their way, V is read, which 16 bits a value have no registers for, or cleared.
+    READ_EARLY: gl.constexpr = WGMMA and FP8 and FULL
+    WAIT_EARLY: gl.constexpr = READ_EARLY or (WGMMA and not FULL)
+    if WAIT_EARLY:
+        mbarrier.wait(v_bar, phase)
+    if READ_EARLY:
+        v0, v1 = _read_values(v_tile, H, FP8, a_layout)
     if WGMMA:
-        if FP8 and FULL:
-            # While the products are on their way.
-            mbarrier.wait(v_bar, phase)
-            v0, v1 = _read_values(v_tile, H, FP8, a_layout)
+        if not FULL and MASK_KV:
+            _clear_values(v_tile, i_tile, value_lo, value_hi, WINDOW, NUM_WARPS)
         b_s = warpgroup_mma_wait(0, [b_s])
     b_s = b_s * gl.expand_dims(q_scale, 0)
     if PER_TOKEN:
@@ -310,7 +320,7 @@ def _attend_tile(
     # Summed over the rows of a lane's own, and over lanes and warps once at the end.
     sums: gl.constexpr = gl.SliceLayout(0, p_sum.type.layout)
     p_sum = p_sum * gl.expand_dims(gl.convert_layout(b_decay, sums, assert_trivial=True), 0) + _add_lane_rows(b_p, WGMMA)
-    if not (WGMMA and FP8 and FULL):
+    if not WAIT_EARLY:
         # The maximum above has been a meeting of all warps, and spares one that the compiler would put between the copies' start and this.
         mbarrier.wait(v_bar, phase)
     if PER_TOKEN:
@@ -333,34 +343,28 @@ def _attend_tile(
         b_p = p_smem
     else:
         b_p = gl.convert_layout(b_p, b_layout)
-    if FULL:
-        if not (WGMMA and FP8):
+    if FULL or WGMMA:
+        if not READ_EARLY:
             v0, v1 = _read_values(v_tile, H, FP8, a_layout)
         acc0, acc1 = _multiply_values(v0, v1, b_p, acc0, acc1, FP8, WGMMA)
-        return acc0, acc1, p_sum, b_top, v_unit
     else:
-        value_lo = row_lo
-        value_hi = row_hi
-        if MULTI_QUERY and MASK_KV:
-            # A row that one query token sees may hold NaN, and another that does not see it must not meet it: 0 * NaN. Then such rows are added by themselves.
-            value_lo = gl.where(nan_seen, common_lo, row_lo)
-            value_hi = gl.where(nan_seen, common_hi, row_hi)
         o_v = i_tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, a_layout))
         m_v = o_v < value_hi
         if WINDOW:
             m_v = m_v & (o_v >= value_lo)
-        acc0, acc1 = _multiply_masked_values(v_tile, m_v, b_p, acc0, acc1, H, FP8, MASK_KV, WGMMA, a_layout)
-        if MULTI_QUERY and MASK_KV:
-            if nan_seen:
-                weights = p_smem.load(mma) if WGMMA else gl.convert_layout(b_p, mma)
-                for i_row in range(gl.maximum(i_tile * TILE, row_lo), gl.minimum(i_tile * TILE + TILE, row_hi)):
-                    if (i_row < value_lo) | (i_row >= value_hi):
-                        b_weight = gl.sum(gl.where(gl.expand_dims(o_row == i_row, 1), weights.to(gl.float32), 0.0), 0)
-                        acc0, acc1 = _add_row(
-                            acc0, acc1, b_weight, v_words, table_ptr, i_row, position_0 + o_t, window,
-                            H, S, V_ROW, FP8, CAUSAL, WINDOW, v_tile.dtype, mma,
-                        )  # fmt: skip
-        return acc0, acc1, p_sum, b_top, v_unit
+        v0, v1 = _load_masked_values(v_tile, m_v, H, FP8, MASK_KV, a_layout)
+        acc0, acc1 = mma_v2(v0, b_p, acc0), mma_v2(v1, b_p, acc1)
+    if not FULL and MULTI_QUERY and MASK_KV:
+        if nan_seen:
+            weights = p_smem.load(mma) if WGMMA else gl.convert_layout(b_p, mma)
+            for i_row in range(gl.maximum(i_tile * TILE, row_lo), gl.minimum(i_tile * TILE + TILE, row_hi)):
+                if (i_row < value_lo) | (i_row >= value_hi):
+                    b_weight = gl.sum(gl.where(gl.expand_dims(o_row == i_row, 1), weights.to(gl.float32), 0.0), 0)
+                    acc0, acc1 = _add_row(
+                        acc0, acc1, b_weight, v_words, table_ptr, i_row, position_0 + o_t, window,
+                        H, S, V_ROW, FP8, CAUSAL, WINDOW, v_tile.dtype, mma,
+                    )  # fmt: skip
+    return acc0, acc1, p_sum, b_top, v_unit
 
 
 @gluon.jit
@@ -469,13 +473,9 @@ def _attend_tiles(
     nan_seen = False
     if MULTI_QUERY and MASK_KV:
         BF16: gl.constexpr = v_desc.dtype == gl.bfloat16
-        if common_hi < tile_hi * TILE:
-            found = _holds_nan(right, FP8, BF16)
-            nan_seen = nan_seen | found  # owned: seen values
+        nan_seen = _holds_nan(right, FP8, BF16)  # owned: seen values
         if WINDOW:
-            if common_lo > tile_lo * TILE:
-                found = _holds_nan(left, FP8, BF16)
-                nan_seen = nan_seen | found  # owned: seen values left of a window
+            nan_seen = nan_seen | _holds_nan(left, FP8, BF16)  # owned: seen values left of a window
 
     lanes: gl.constexpr = lane_layout(TILE, S, W, NUM_WARPS)
     # Each warp holds every row of a tile, so that a maximum over them crosses no warp.
@@ -521,7 +521,9 @@ def _attend_tiles(
                     b_ks = k_scales.index(i_slot).load(gl.SliceLayout(1, mma))
                     b_vs = v_scales.index(i_slot).load(gl.SliceLayout(1, mma))
                     b_vs_all = v_scales.index(i_slot).load(all_layout)
-                b_s = _multiply_keys(k_tile, q0, q1, PART == 1, M, H, TILE, FP8, WGMMA, mma)
+                # The masks of the edges take registers, as scales of tokens do and 16 bits a value.
+                BOTH: gl.constexpr = PART == 1 or (FP8 and not PER_TOKEN)
+                b_s = _multiply_keys(k_tile, q0, q1, BOTH, M, H, TILE, FP8, WGMMA, mma)
                 if PART != 2:
                     # Every warp is past its reads of the tile before: its place can be filled, while the products above are on their way.
                     program_barrier()
