@@ -285,6 +285,7 @@ TILINGS = {
     "two warps, fp8_tensor": (replace(SPEC, page_size=64), DecodeConfig(32, 1, 0, 2, 3)),
     "two warps, fp8_token, small pages": (replace(SPEC, kv_format="fp8_token"), DecodeConfig(32, 1, 0, 2, 3)),
     "two warps, bf16": (replace(SPEC, kv_format="bf16"), DecodeConfig(32, 1, 0, 2, 3)),
+    "four warps, fp8_tensor": (replace(SPEC, page_size=64), DecodeConfig(64, 1, 0, 4, 3)),
     "eight warps, small pages": (SPEC, DecodeConfig(128, 1, 0, 8, 3)),
     "eight warps, fp8_token drafts": (replace(SPEC, page_size=64, kv_format="fp8_token", query_len=4), DecodeConfig(128, 1, 0, 8, 3)),
     "eight warps, fp8_token drafts, small pages": (replace(SPEC, kv_format="fp8_token", query_len=4), DecodeConfig(128, 1, 0, 8, 3)),
