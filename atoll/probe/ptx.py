@@ -127,9 +127,17 @@ def _prefetch(addresses: np.ndarray, num_bytes: np.ndarray, lanes: np.ndarray) -
         watch.check_range(address, size, "prefetch")
 
 
+def bit_mask(start: np.ndarray, num: np.ndarray) -> np.ndarray:
+    """bmsk.clamp: as many ones from bit `start` on, up to the last bit."""
+    first, end = np.minimum(start, 32).astype(np.uint64), np.minimum(start.astype(np.uint64) + num, 32)
+    return ((1 << end) - (1 << first)).astype(np.uint32)
+
+
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "mov.b32": lambda source: source,
     "and.b32": np.bitwise_and,
+    "bmsk.clamp.b32": bit_mask,
+    "max.s32": lambda a, b: np.maximum(a.view(np.int32), b.view(np.int32)).view(np.uint32),
     "setp.ne.b32": np.not_equal,
     "cvt.rn.f16x2.e4m3x2": _widen_e4m3_pair,
     "prmt.b32": _permute_bytes,

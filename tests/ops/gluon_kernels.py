@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from atoll.ops.attention.gluon_kernel_sm90 import _holds_nan, _widen_halves, _widen_pairs, program_barrier
+from atoll.ops.attention.gluon_kernel_sm90 import _holds_nan, _ones_before, _widen_halves, _widen_pairs, program_barrier
 
 ROWS = gl.constexpr(4)
 WIDTH = gl.constexpr(16)
@@ -224,6 +224,13 @@ def holds_nan_kernel(out_ptr, x_ptr, FP8: gl.constexpr, BF16: gl.constexpr):
     """Of each program's four int32."""
     x = gl.load(x_ptr + gl.program_id(0) * 4 + gl.arange(0, 4))
     gl.store(out_ptr + gl.program_id(0), _holds_nan(x, FP8, BF16))
+
+
+@gluon.jit
+def ones_kernel(out_ptr, row, i_tile, TILE: gl.constexpr):
+    """[TILE] int16, of each column of a multiply's operand."""
+    layout: gl.constexpr = gl.SliceLayout(0, gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2))
+    gl.store(out_ptr + gl.arange(0, TILE, layout=layout), _ones_before(row, i_tile, TILE, layout))
 
 
 @gluon.jit

@@ -122,6 +122,17 @@ def test_bytes_are_permuted_by_digit() -> None:
     assert result.tolist() == [0x77005511]
 
 
+def test_ones_are_as_many_as_there_is_room_for() -> None:
+    start, num = np.array([0, 0, 4, 31, 32, 2**32 - 1], np.uint32), np.array([0, 2**32 - 1, 8, 2, 1, 1], np.uint32)
+    [result] = run_ptx("bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", [start, num])
+    assert result.tolist() == [0, 0xFFFFFFFF, 0xFF0, 0x80000000, 0, 0]
+
+
+def test_a_maximum_of_signed_numbers() -> None:
+    [result] = run_ptx("max.s32 $0, $1, 0;", "=r,r", [np.array([5, 2**32 - 5], np.uint32)])
+    assert result.tolist() == [5, 0]
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -335,6 +346,14 @@ def test_sums_that_wrap_find_nan() -> None:
             [0.0, -0.0, 1.0, -1.0, torch.finfo(dtype).max, torch.finfo(dtype).min, torch.finfo(dtype).tiny, torch.inf, -torch.inf, torch.nan]
         )
         assert torch.equal(holds_nan(numbers.to(dtype)), ~numbers.isfinite())
+
+
+@pytest.mark.parametrize("row", [-(2**31) + 64, 0, 64, 65, 66, 95, 127, 128, 129, 2**31 - 1])
+def test_ones_end_before_a_row(row: int) -> None:
+    """Of the tile of rows 64 to 127, however far away the row is."""
+    out = torch.zeros(64, dtype=torch.int16)
+    launch(gluon_kernels.ones_kernel, out, row, 1, TILE=64)
+    assert out.tolist() == [-1 if i < row else 0 for i in range(64, 128)]
 
 
 def test_reductions_and_scans() -> None:

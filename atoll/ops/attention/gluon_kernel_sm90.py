@@ -66,9 +66,15 @@ def _widen_halves(x):
 
 
 @gluon.jit
-def _keep(mask, x):
-    """x of 16 bits where `mask`, else 0: two by one instruction."""
-    ones = gl.where(mask, -1, 0).to(gl.int16)
+def _ones_before(row, i_tile, TILE: gl.constexpr, layout: gl.constexpr):
+    """16 ones for each row of a tile before `row`, else zeros [TILE]: two by one instruction, whose number of ones is the rows left to `row`, times 16."""
+    bits = (gl.minimum(gl.maximum(row - i_tile * TILE, 0), TILE) - gl.arange(0, TILE, layout=layout)) * 16
+    return gl.inline_asm_elementwise("{ .reg .b32 n; max.s32 n, $1, 0; bmsk.clamp.b32 $0, 0, n; }", "=r,r,r", [bits], dtype=gl.int16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _keep(ones, x):
+    """x of 16 bits where there are ones, else 0: two by one instruction."""
     return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [x, ones], dtype=x.dtype, is_pure=True, pack=2)
 
 
@@ -92,15 +98,15 @@ def _read_values(v_tile, H: gl.constexpr, FP8: gl.constexpr, a_layout: gl.conste
 
 
 @gluon.jit
-def _load_masked_values(v_tile, m_v, H: gl.constexpr, FP8: gl.constexpr, MASK: gl.constexpr, a_layout: gl.constexpr):
-    """V as two operands [D / 2, N]; with MASK zero where not `m_v` [N]."""
+def _load_masked_values(v_tile, ones, H: gl.constexpr, FP8: gl.constexpr, MASK: gl.constexpr, a_layout: gl.constexpr):
+    """V as two operands [D / 2, N]; with MASK zero where there are no `ones` [N]."""
     v0, v1 = _read_values(v_tile, H, FP8, a_layout)
     if MASK:
-        m_v = gl.expand_dims(m_v, 0)
+        ones = gl.expand_dims(ones, 0)
         if FP8:
-            v0 = _keep(m_v, v0)  # owned: values
+            v0 = _keep(ones, v0)  # owned: values
         else:
-            v0, v1 = _keep(m_v, v0), _keep(m_v, v1)  # owned: wide values
+            v0, v1 = _keep(ones, v0), _keep(ones, v1)  # owned: wide values
     if FP8:
         return _widen_halves(v0)
     else:
@@ -348,11 +354,10 @@ def _attend_tile(
             v0, v1 = _read_values(v_tile, H, FP8, a_layout)
         acc0, acc1 = _multiply_values(v0, v1, b_p, acc0, acc1, FP8, WGMMA)
     else:
-        o_v = i_tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, a_layout))
-        m_v = o_v < value_hi
+        ones = _ones_before(value_hi, i_tile, TILE, gl.SliceLayout(0, a_layout))
         if WINDOW:
-            m_v = m_v & (o_v >= value_lo)
-        v0, v1 = _load_masked_values(v_tile, m_v, H, FP8, MASK_KV, a_layout)
+            ones = ones & ~_ones_before(value_lo, i_tile, TILE, gl.SliceLayout(0, a_layout))
+        v0, v1 = _load_masked_values(v_tile, ones, H, FP8, MASK_KV, a_layout)
         acc0, acc1 = mma_v2(v0, b_p, acc0), mma_v2(v1, b_p, acc1)
     if not FULL and MULTI_QUERY and MASK_KV:
         if nan_seen:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from atoll.probe.interpreter import to_bf16
-from atoll.probe.ptx import E4M3FN_AS_FP16
+from atoll.probe.ptx import E4M3FN_AS_FP16, bit_mask
 from tests.kit.ptx.matrix import widened
 from tests.kit.ptx.parse import Instruction
 from tests.kit.ptx.program import Program, unknown
@@ -47,6 +47,7 @@ _INTEGER: dict[str, Callable[..., Values]] = {
     "min": np.minimum,
     "neg": np.negative,
     "abs": np.abs,
+    "bmsk.clamp": bit_mask,
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
