@@ -36,7 +36,9 @@ def _has_neighbours(layout: Any, pack: int) -> bool:
 
 def _packed(value: Value, pack: int) -> list[np.ndarray]:
     bits = bits_of(value)
-    if pack == 1 or bits.itemsize == 4:
+    if pack == 1:
+        return [bits]
+    if bits.itemsize == 4:
         return [bits[..., i::pack] for i in range(pack)]
     return [bits.view(f"u{bits.itemsize * pack}")]
 
