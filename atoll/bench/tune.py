@@ -142,12 +142,11 @@ def _kernel_candidates(default: DecodeConfig) -> list[DecodeConfig]:
 
 
 def _split_candidates(tuned: Tuned, device: torch.device) -> list[DecodeConfig]:
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     programs = tuned.shape.batch * tuned.shape.heads.num_kv_heads
     found = [tuned.default]
     for config in sorted(tuned.times_us, key=tuned.times_us.__getitem__)[:BEST_KEPT]:
         max_splits = math.ceil(tuned.shape.ctx / config.tile)
-        counts = {1, config.num_splits, *(int(wave * num_sms / programs) for wave in WAVES)}
+        counts = {1, config.num_splits, *(int(wave * num_sms(device) / programs) for wave in WAVES)}
         found += [replace(config, num_splits=n) for n in sorted(counts) if 1 <= n <= max_splits]
     return list(dict.fromkeys(found))
 

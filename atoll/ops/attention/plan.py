@@ -1,5 +1,6 @@
 """One batch's decode work: lengths and page table on the device, the backend chosen, its tuning and workspace."""
 
+import functools
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -240,6 +241,7 @@ def _own_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, copy=True, memory_format=torch.contiguous_format)
 
 
+@functools.cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 on a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
