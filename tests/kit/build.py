@@ -122,9 +122,8 @@ def gluon_launches(spec: DecodeSpec, target: str) -> list[Launch]:
 
 def alone_launches(spec: DecodeSpec, target: str, num_sms: int = 132) -> list[Launch]:
     """The Hopper backend's split kernel for a call of two sequences on a GPU of so many multiprocessors."""
-    config = gluon_decode_sm90.config(spec, BatchShape(16, 1024, 132))
     with mock.patch.object(gluon_decode_sm90, "num_sms", return_value=num_sms):
-        launches = _decode_launches(gluon_decode_sm90, "decode_hopper_kernel", spec, target, 16, 1024, config)
+        launches = _decode_launches(gluon_decode_sm90, "decode_hopper_kernel", spec, target, 16, 1024)
     return [launch for launch in launches if "ALONE" in launch.arguments]
 
 

@@ -93,9 +93,10 @@ HOPPER_DRAFTS = Case(hopper_spec(query_len=3), (3, 17, 66, 150))
 HOPPER_WINDOW = Case(hopper_spec(query_len=3, window=70), (3, 17, 66, 150))
 # A warpgroup multiplies: 24 query rows.
 HOPPER_GROUPED = Case(spec("fp8_tensor", num_q_heads=8, head_dim=128, query_len=3, window=70), (3, 17, 66, 150))
+HOPPER_WIDE_GROUPED = Case(spec("bf16", num_q_heads=8, head_dim=128, query_len=3), (3, 17, 66))
+
 UNCLEARED = ("gl.where(gl.expand_dims(m_v, 1), b_v, 0)", "b_v")
 UNSEEN = ("_holds_nan(right, FP8, BF16)", "_holds_nan(right, FP8, BF16) & (row_hi < 0)")
-HOPPER_WIDE_GROUPED = Case(spec("bf16", num_q_heads=8, head_dim=128, query_len=3), (3, 17, 66))
 
 # What a table's hostile entries name is not among these: on a GPU the copies' engine reads zeros beyond the pool, and a load of a scale there would end the
 # process (tests/ops/test_gluon_interpreted.py has them).

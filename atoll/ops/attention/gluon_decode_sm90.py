@@ -91,13 +91,14 @@ def config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
 
 
 def _tiles_and_splits(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
-    if _prefers_half_tiles(spec, shape):
-        return DecodeConfig(32, 1, 0, 2, 3)
-    if spec.head_dim * (1 if is_fp8(spec.kv_format) else 2) > 256:
-        return _wide_config(spec, shape)
     if spec.batch_invariant:
         # A fixed share per program, and two splits at least, as in triton_decode.
         return DecodeConfig(64, max(2, -(-triton_decode.max_tiles(spec, shape, 64) // 16)), 16, 4, 3)
+    if _prefers_half_tiles(spec, shape):
+        return DecodeConfig(32, 1, 0, 2, 3)
+    if spec.head_dim * (1 if is_fp8(spec.kv_format) else 2) > 256:
+        # Rows of 512 bytes: three tiles of 64 fill an SM's shared memory, and are no slower than smaller ones for two programs (1 x 65536 37.0 us, 40.1).
+        return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, shape.num_sms // row_blocks(spec)), 0, 4, 3)
     programs = max(1, shape.batch * spec.num_kv_heads * row_blocks(spec))
     tiles_per_sm = programs * triton_decode.max_tiles(spec, shape, 64) / shape.num_sms
     if 0.9 * shape.num_sms <= programs <= shape.num_sms:
@@ -126,7 +127,7 @@ def _has_usual_heads(spec: DecodeSpec) -> bool:
 
 def _prefers_half_tiles(spec: DecodeSpec, shape: BatchShape) -> bool:
     """Whether programs of two warps are quicker, each on half a tile, which take half the shared memory: programs of the next call find room beside them."""
-    if spec.batch_invariant or not _has_usual_heads(spec):
+    if not _has_usual_heads(spec):
         return False
     programs = shape.batch * spec.num_kv_heads
     num_tiles = triton_decode.max_tiles(spec, shape, 64)
@@ -144,17 +145,8 @@ def _shares_long_tiles(spec: DecodeSpec, tiles_per_sm: float) -> bool:
     if uses_wgmma(spec):
         # Four drafts 64 x 1024 in 24.1 us, 24.7 for two programs; 64 x 4096 74.9, 76.3, but with a scale per token 85.7, 78.9; 64 x 16384 301, 260.
         return spec.head_dim == 256 and tiles_per_sm <= (64 if spec.kv_format == "fp8_tensor" and spec.page_size >= 32 else 16)
-    if spec.page_size < 32:
-        # 64 x 4096 in 65.8 us, 66.7; 64 x 16384 247, 242.
-        return block_rows(spec) == 8 and tiles_per_sm <= 64
-    return block_rows(spec) == 8 and spec.head_dim < 256
-
-
-def _wide_config(spec: DecodeSpec, shape: BatchShape) -> DecodeConfig:
-    """Rows of 512 bytes: three tiles of 64 fill an SM's shared memory, and are no slower than smaller ones for two programs (1 x 65536 37.0 us, 40.1)."""
-    if spec.batch_invariant:
-        return DecodeConfig(64, max(2, -(-triton_decode.max_tiles(spec, shape, 64) // 16)), 16, 4, 3)
-    return DecodeConfig(64, triton_decode.choose_num_splits(spec, shape, 64, shape.num_sms // row_blocks(spec)), 0, 4, 3)
+    # Page 16: 64 x 4096 in 65.8 us, 66.7; 64 x 16384 247, 242.
+    return block_rows(spec) == 8 and (tiles_per_sm <= 64 if spec.page_size < 32 else spec.head_dim < 256)
 
 
 def candidates(spec: DecodeSpec, shape: BatchShape) -> list[DecodeConfig]:
