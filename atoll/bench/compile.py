@@ -16,6 +16,8 @@ from atoll.bench.shapes import DecodeShape
 from atoll.bench.workload import page_layout
 from atoll.ops.attention import BatchShape, DecodeConfig, choose_backend, decode_attention, plan_decode
 from atoll.ops.attention.combine import merge_shape
+from atoll.ops.attention.gluon_decode_sm90 import has_sm_each
+from atoll.ops.attention.plan import num_sms
 from atoll.probe.parallel import MAX_PROCESSES, process_pool
 
 _POOL_PAGES = 2
@@ -31,20 +33,20 @@ class Variant:
     backend: str = "triton"
 
     def key(self) -> tuple[object, ...]:
-        """Equal for variants that share their compiled kernels: these know whether there are splits or programs to merge, and how."""
+        """Equal for variants that share their compiled kernels: these know what there is to merge, and how, and whether each program has an SM."""
         spec, config, batch = self.shape.spec(mask_unowned_kv=self.mask_unowned_kv), self.config, self.shape.batch
         merge = merge_shape(spec, config.num_splits, batch) if config.num_splits > 1 else None
+        each = self.backend == "gluon_sm90" and has_sm_each(spec, config, batch, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         lengths = max(32, triton.next_power_of_2(batch)) if config.num_programs else 1
         config = replace(config, num_splits=min(config.num_splits, 2), tiles_per_split=0, peel_above=0, num_programs=int(bool(config.num_programs)))
-        return self.backend, spec, config, merge, lengths
+        return self.backend, spec, config, merge, each, lengths
 
 
 def default_config(shape: DecodeShape, device: torch.device, backend: str, *, mask_unowned_kv: bool = True) -> DecodeConfig:
     """What the backend itself chooses for a shape."""
     spec = shape.spec(mask_unowned_kv=mask_unowned_kv)
     _, module, _ = choose_backend(spec, device, backend)
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return module.config(spec, BatchShape(shape.batch, shape.ctx, num_sms))
+    return module.config(spec, BatchShape(shape.batch, shape.ctx, num_sms(device)))
 
 
 def compile_variants(variants: Iterable[Variant], *, jobs: int | None = None) -> dict[Variant, str]:

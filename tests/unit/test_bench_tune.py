@@ -17,7 +17,7 @@ from atoll.bench.shapes import DecodeShape, ModelHeads
 from atoll.bench.tune import Tuned
 from atoll.bench.workload import BenchPool
 from atoll.cli import app
-from atoll.ops.attention import DecodeConfig, decode_attention, plan_decode
+from atoll.ops.attention import DecodeConfig, decode_attention, gluon_decode_sm90, plan_decode
 
 CPU = torch.device("cpu")
 SHAPE = DecodeShape(ModelHeads("tiny", 1, 4, 32), "bf16", 16, 1, 2, 512)
@@ -45,6 +45,15 @@ def test_a_kernel_is_built_once_whatever_it_is_launched_with_and_each_backends_o
         replace(programs, shape=replace(SHAPE, batch=33)),
     ]
     assert len({one.key(), *(variant.key() for variant in others)}) == 1 + len(others)
+
+
+def test_a_kernel_whose_programs_each_have_a_multiprocessor_is_built_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = SHAPE.batch * SHAPE.heads.num_kv_heads
+    monkeypatch.setattr(gluon_decode_sm90, "num_sms", lambda device: 4 * programs)
+    for backend, apart in (("gluon_sm90", True), ("triton", False)):
+        few, many = (Variant(SHAPE, True, DecodeConfig(num_splits=n), backend).key() for n in (4, 5))
+        assert few == Variant(SHAPE, True, DecodeConfig(num_splits=3), backend).key()
+        assert (few != many) is apart
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, deadline: float | None = None, refused: DecodeConfig | None = None) -> tuple[Tuned, list[Tuned]]:

@@ -200,11 +200,12 @@ def _shares_memory(spec: DecodeSpec, cfg: DecodeConfig, batch: int, device: torc
 
     Four drafts, page 16: 256 x 16384 in 1421 us with them there and 1249 without, but 1 x 65536, one program each, in 30.5 and 38.1.
     """
-    return uses_wgmma(spec) and spec.head_dim == 256 and cfg.tile == 64 and _num_programs(spec, cfg, batch) > num_sms(device)
+    return uses_wgmma(spec) and spec.head_dim == 256 and cfg.tile == 64 and not has_sm_each(spec, cfg, batch, device)
 
 
-def _num_programs(spec: DecodeSpec, cfg: DecodeConfig, batch: int) -> int:
-    return cfg.num_programs or batch * spec.num_kv_heads * row_blocks(spec) * cfg.num_splits
+def has_sm_each(spec: DecodeSpec, cfg: DecodeConfig, batch: int, device: torch.device) -> bool:
+    """Whether there is a multiprocessor for each of a call's programs: the kernel is compiled apart for that."""
+    return (cfg.num_programs or batch * spec.num_kv_heads * row_blocks(spec) * cfg.num_splits) <= num_sms(device)
 
 
 def block_rows(spec: DecodeSpec) -> int:
@@ -297,7 +298,7 @@ def decode(q: torch.Tensor, kv: PagedKV, plan: DecodePlan, out: torch.Tensor, ls
     split = cfg.num_splits > 1
     # Else two of them may come to share a multiprocessor while another idles, where they find the room that the call before has left, and so the next call's:
     # fp8_token 16 x 1024 in 7.6 us, and in 8.2 to 9.0 with room for two.
-    alone = split and _num_programs(spec, cfg, plan.batch) <= num_sms(q.device)
+    alone = split and has_sm_each(spec, cfg, plan.batch, q.device)
     grid = (spec.num_kv_heads * row_blocks(spec), plan.batch, cfg.num_splits)
     decode_hopper_kernel[grid](
         out, lse, plan.partial_o, plan.partial_lse, *inputs, cfg.num_splits, cfg.tiles_per_split,
